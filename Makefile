@@ -1,0 +1,35 @@
+# Everything happens in .venv. `make demo` and `make test` set it up themselves; a second run installs nothing.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+TORCH  := 2.13.0
+
+.PHONY: demo test check bench setup clean help
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## create .venv with the locked CPU build of vLLM and this package
+
+$(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" sh requirements/setup.sh
+	@touch $@
+
+demo: setup  ## the main job: four arms served by real vLLM, the same agent sessions replayed against each
+	@$(BIN)/inpage demo $(DEMO)
+
+test: setup  ## all tests, the ones that start real engines too
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+
+check: setup  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: setup  ## benchmarks, as ratios taken in one run
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
+
+clean:  ## remove .venv and what the demo wrote
+	rm -rf $(VENV) demo

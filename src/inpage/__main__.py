@@ -1,0 +1,5 @@
+"""`python -m inpage` is the `inpage` command."""
+
+from inpage.cli import main
+
+main()

@@ -1,0 +1,33 @@
+"""vLLM's entry points. Without the switch both return at once and vLLM is left exactly as it was."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from inpage.engines.activation import wanted
+
+
+def platform() -> str | None:
+    """`vllm.platform_plugins`: the CPU platform with in-page, or None to leave the choice to vLLM.
+
+    Never answers beside another platform plugin (Gaudi's): vLLM accepts one. Raises nothing, because vLLM
+    swallows what a platform plugin raises; bad values are refused in `register`.
+    """
+    from vllm.platforms import cpu_platform_plugin
+
+    others = [e for e in importlib.metadata.entry_points(group="vllm.platform_plugins") if e.name != "inpage"]
+    if not wanted() or others or cpu_platform_plugin() is None:
+        return None
+    return "inpage.engines.cpu_platform.InPageCpuPlatform"
+
+
+def register() -> None:
+    """`vllm.general_plugins`: runs in every vLLM process; hooks the scheduler where in-page is asked for."""
+    if not wanted():
+        return
+    from inpage.engines import contract
+
+    contract.verify("vllm", contract.SCHEDULER)
+    from inpage.engines import scheduler
+
+    scheduler.install()

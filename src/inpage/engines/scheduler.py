@@ -1,0 +1,210 @@
+"""The scheduler side, in EngineCore: the chunk grid and rule 4.
+
+Two things are put right on every scheduler, whichever class it is of:
+
+- **Grid.** `_mamba_block_aligned_split` ends prefill chunks on multiples of `cache_config.block_size`, but
+  that value is reset on some platforms after the pool was built (Gaudi and CPU, once EngineCore is a
+  process of its own). The grid is the scheduler's own `block_size`, which is the pool's.
+- **Rule 4.** vLLM publishes a block's hash when it schedules the step that will fill it. If the request is
+  preempted within the same `schedule()` call, the block is never filled, yet can be found. A match counts
+  only when its blocks are in `WrittenBlocks`:
+
+  | a matched block is                                     | then                                     |
+  |--------------------------------------------------------|------------------------------------------|
+  | written by a dispatched step                           | it counts                                |
+  | unwritten and still owned: this very step will fill it | the request waits for the next step, as  |
+  |                                                        | vLLM has it for blocks of GDN groups     |
+  | unwritten and free: nothing will ever fill it          | its hash is taken back, it is a miss     |
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+from inpage.engines.activation import CPU_WORKER, SWITCH, StatsInterval, why_not
+from inpage.errors import ConfigError, StateError
+from inpage.state.written import WrittenBlocks
+
+logger = init_logger("vllm.inpage.scheduler")
+
+WORKERS = (CPU_WORKER,)
+"""The worker classes that keep states in pages."""
+
+
+@dataclass
+class SchedulerCounters:
+    """Running totals of what the scheduler side decided."""
+
+    refused_unwritten: int = 0
+    """Matches whose block nothing had written or ever would."""
+    deferred: int = 0
+    """Requests that waited one step because this step fills the blocks they match."""
+    below_block: int = 0
+    """Prompts shorter than a block plus one token: they can never hit."""
+
+    def line(self) -> str:
+        """One line for a log."""
+        return (
+            f"refused hits: {self.refused_unwritten} never written; deferred {self.deferred}; "
+            f"prompts too short to hit {self.below_block}"
+        )
+
+
+def group_ids(kv_cache_config: Any) -> tuple[list[int], list[int]]:
+    """Ids of the attention groups and of the GDN groups; `ConfigError` for a layout that is not covered."""
+    attention, state = [], []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec, MambaSpec):
+            state.append(index)
+        elif isinstance(spec, FullAttentionSpec):
+            attention.append(index)
+        else:
+            raise ConfigError(f"KV cache group {index} is a {type(spec).__name__}; covered are full attention and GDN")
+    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    if len(attention) != 1 or not state or len(sizes) != 1:
+        raise ConfigError(
+            f"the pool has {len(attention)} attention groups, {len(state)} GDN groups and block sizes {sorted(sizes)}: "
+            "one attention group, at least one GDN group and one block size are covered"
+        )
+    return attention, state
+
+
+class SchedulerSide:
+    """Attached to one scheduler; replaces methods on the instance, so that any subclass is reached."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.manager = scheduler.kv_cache_manager
+        self.pool = self.manager.block_pool
+        self.block_tokens: int = scheduler.block_size
+        self.attention_groups, self.state_groups = group_ids(scheduler.kv_cache_config)
+        if getattr(scheduler, "hash_block_size", self.block_tokens) != self.block_tokens:
+            raise ConfigError(
+                f"prefix hashes every {scheduler.hash_block_size} tokens, blocks of {self.block_tokens}: hits inside "
+                "a block are not covered yet"
+            )
+        self.written = WrittenBlocks(self.block_tokens)
+        self.counters = SchedulerCounters()
+        self._interval = StatsInterval(envs.VLLM_LOG_STATS_INTERVAL)
+        self._counted: set[str] = set()
+        self._attach()
+
+    def _attach(self) -> None:
+        scheduler, pool, manager = self.scheduler, self.pool, self.manager
+        for owner, name, wrapper in (
+            (scheduler, "schedule", self._schedule),
+            (scheduler, "_mamba_block_aligned_split", self._split),
+            (scheduler, "shutdown", self._shutdown),
+            (manager, "get_computed_blocks", self._get_computed_blocks),
+            (pool, "get_cached_block", self._get_cached_block),
+            (pool, "get_new_blocks", self._get_new_blocks),
+        ):
+            setattr(owner, name, functools.partial(wrapper, getattr(owner, name)))
+        scheduler.inpage = self
+
+    # ------------------------------------------------------------------ the grid
+    def _split(self, original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+        if self.scheduler.block_size != self.block_tokens:
+            raise StateError(
+                f"the scheduler's block size changed from {self.block_tokens} to {self.scheduler.block_size} tokens "
+                "after the pool was built"
+            )
+        config = self.scheduler.cache_config
+        if config.block_size != self.block_tokens:
+            logger.warning(
+                "inpage: the configuration says blocks of %d tokens, the pool has blocks of %d; prefill chunks end "
+                "on the pool's.",
+                config.block_size,
+                self.block_tokens,
+            )
+            config.block_size = self.block_tokens
+        return original(*args, **kwargs)
+
+    # ------------------------------------------------------------------ rule 4
+    def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            # vLLM has advanced the request already.
+            end = self.scheduler.requests[request_id].num_computed_tokens
+            position = end - tokens
+            if position // self.block_tokens != end // self.block_tokens:
+                tables = self.manager.get_block_ids(request_id)
+                self.written.dispatched(
+                    request_id,
+                    position,
+                    tokens,
+                    [tables[group] for group in self.attention_groups],
+                    [tables[group] for group in self.state_groups],
+                )
+        for request in output.scheduled_new_reqs:
+            self.counters.below_block += len(request.prompt_token_ids or ()) <= self.block_tokens
+        line = self.counters.line()
+        if self._interval.due(line):
+            logger.info("inpage scheduler: %s", line)
+        return output
+
+    def _get_new_blocks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        blocks = original(*args, **kwargs)
+        self.written.handed_out(block.block_id for block in blocks)
+        return blocks
+
+    def _get_cached_block(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        while blocks := original(*args, **kwargs):
+            orphans = [block for block in blocks if block.block_id not in self.written and block.ref_cnt == 0]
+            if not orphans:
+                break
+            for block in orphans:
+                self.pool._maybe_evict_cached_block(block)
+            self.counters.refused_unwritten += 1
+        return blocks
+
+    def _get_computed_blocks(self, original: Callable[..., Any], request: Any) -> Any:
+        result = original(request)
+        blocks = result[0].blocks
+        pending = any(not block.is_null and block.block_id not in self.written for group in blocks for block in group)
+        if pending:
+            # vLLM lets a request wait for the next step when the last block of a GDN group is in this set;
+            # a block of attention that this step fills needs the same patience.
+            for group in self.state_groups:
+                manager = self.manager.coordinator.single_type_managers[group]
+                manager.cached_blocks_this_step.add(blocks[group][-1].block_hash)
+            self.counters.deferred += 1
+        return result
+
+    def _shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        line = self.counters.line()
+        if self._interval.changed(line):
+            logger.info("inpage scheduler, at shutdown: %s", line)
+        return original(*args, **kwargs)
+
+
+def install() -> None:
+    """Attach a `SchedulerSide` to every scheduler that is built for a configuration in-page is active for."""
+    original = Scheduler.__init__
+    if getattr(original, "inpage", False):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if why_not(self.vllm_config) is not None:
+            return
+        worker = self.vllm_config.parallel_config.worker_cls
+        if worker not in WORKERS:
+            raise ConfigError(
+                f"{SWITCH}=1, but the worker is {worker}, which keeps no states in the pages: the in-page platform was "
+                f"not loaded (is VLLM_TARGET_DEVICE or VLLM_PLUGINS set?). Unset it, or serve without {SWITCH}."
+            )
+        SchedulerSide(self)
+
+    init.inpage = True  # type: ignore[attr-defined]
+    Scheduler.__init__ = init

@@ -1,0 +1,97 @@
+"""Carries out the plan of each step on slots, pages and ledger, in the one order that is right.
+
+    hand back slots -> zero new attention blocks -> give slots -> (forward) -> save
+
+Every check comes before the bytes move: a step that must not be served raises `StateError` and copies
+nothing of the move in question.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from inpage.errors import StateError
+from inpage.state.counters import Counters
+from inpage.state.ledger import Ledger
+from inpage.state.plan import Run, StepFacts, plan_after, plan_before
+from inpage.state.slots import SlotTable
+
+
+class Store(Protocol):
+    """Where the bytes are; `pages.PageStore` on an engine, symbols in the simulator."""
+
+    def save(self, slot: int, blocks: Sequence[int]) -> int:
+        """Copy the slot into the pages of `blocks`, one per GDN group; returns the bytes copied."""
+
+    def restore(self, slot: int, blocks: Sequence[int]) -> int:
+        """Copy the pages of `blocks` into the slot; returns the bytes copied."""
+
+    def zero_slot(self, slot: int) -> None:
+        """Make the slot an empty state."""
+
+    def zero_pages(self, blocks: Sequence[int]) -> None:
+        """Zero the pages of these blocks in every attention layer."""
+
+
+class Mover:
+    """The state side of one worker."""
+
+    def __init__(self, block_tokens: int, slots: SlotTable, ledger: Ledger, store: Store) -> None:
+        self.block_tokens = block_tokens
+        self.slots = slots
+        self.ledger = ledger
+        self.store = store
+        self.counters = Counters()
+
+    def before_forward(self, facts: StepFacts) -> None:
+        """Bring slots and pages to where the forward pass may start."""
+        moves = plan_before(facts, self.block_tokens)
+        self.counters.hand_backs += len(self.slots.hand_back(moves.hand_back))
+        if moves.zero:
+            self.ledger.record_attention(moves.zero)
+            self.store.zero_pages(moves.zero)
+            self.counters.zeroed_pages += len(moves.zero)
+        self.ledger.forget(moves.forget)
+        for give in moves.give:
+            for block in give.checkpoint or ():
+                self.ledger.check_restorable(give.request, block, give.position)
+            slot = self.slots.give(give.request, give.position)
+            if give.checkpoint is None:
+                self.store.zero_slot(slot)
+                self.counters.fresh += 1
+            else:
+                began = time.perf_counter()
+                self.counters.bytes += self.store.restore(slot, give.checkpoint)
+                self.counters.seconds += time.perf_counter() - began
+                self.counters.restores += 1
+
+    def after_forward(self, runs: Sequence[Run]) -> None:
+        """Advance the slots of the runs and save where a run ended on a boundary."""
+        saves = plan_after(runs, self.block_tokens)
+        for run in runs:
+            slot = self.slots.of(run.request)
+            if slot.position != run.position:
+                raise StateError(
+                    f"request {run.request} computed tokens from position {run.position}, but the state in its slot "
+                    f"{slot.index} covers {slot.position} tokens"
+                )
+            slot.position += run.tokens
+        for save in saves:
+            for block in save.checkpoint:
+                self.ledger.check_block(block, f"the checkpoint of request {save.request} at position {save.position}")
+            began = time.perf_counter()
+            self.counters.bytes += self.store.save(self.slots.of(save.request).index, save.checkpoint)
+            self.counters.seconds += time.perf_counter() - began
+            for block in save.checkpoint:
+                self.ledger.record_checkpoint(block, save.position)
+            self.counters.saves += 1
+
+    def slots_of(self, requests: Iterable[str]) -> list[int]:
+        """The slots of the requests of a batch, in its order."""
+        return [self.slots.of(request).index for request in requests]
+
+    def check_integrity(self) -> None:
+        """Nothing is lost: see `SlotTable.check_integrity`."""
+        self.slots.check_integrity()

@@ -1,0 +1,141 @@
+"""The plan of a step: plain facts in, moves out, nothing touched (rule 2).
+
+An engine describes a step with `StepFacts`; `plan_before` says what must happen before the forward pass
+and `plan_after` what must happen after it. Positions count tokens from the start of a request; block
+tables are those of the GDN groups only, in group order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from inpage.errors import StateError
+
+BlockTables = Sequence[Sequence[int]]
+"""One block table per GDN group: entry k is the block of tokens [k * block_tokens, (k+1) * block_tokens)."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A request that begins in this step: new, or resumed after preemption.
+
+    `position` tokens are already computed (0 when cold); `tables` are its whole block tables.
+    """
+
+    request: str
+    position: int
+    tables: BlockTables
+
+
+@dataclass(frozen=True)
+class Run:
+    """A request that computes tokens [position, position + tokens) in this step."""
+
+    request: str
+    position: int
+    tokens: int
+    tables: BlockTables
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the scheduler decided, as far as states are concerned."""
+
+    finished: Iterable[str] = ()
+    preempted: Iterable[str] = ()
+    resumed: Iterable[str] = ()
+    starts: Sequence[Start] = ()
+    new_attention_blocks: Sequence[int] = ()
+    new_state_blocks: Sequence[int] = ()
+    """Blocks that running requests got for their GDN groups; those of starts are in their tables."""
+
+
+@dataclass(frozen=True)
+class Give:
+    """Give the request a slot: zeroed when `checkpoint` is None, restored from these blocks otherwise."""
+
+    request: str
+    position: int
+    checkpoint: tuple[int, ...] | None
+    """One block per GDN group."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """Copy the request's slot into these blocks, one per GDN group: its state after `position` tokens."""
+
+    request: str
+    position: int
+    checkpoint: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BeforeMoves:
+    """Moves before the forward pass, in this order."""
+
+    hand_back: tuple[str, ...] = ()
+    zero: tuple[int, ...] = ()
+    forget: tuple[int, ...] = ()
+    give: tuple[Give, ...] = field(default=())
+
+
+def checkpoint_blocks(request: str, position: int, block_tokens: int, tables: BlockTables) -> tuple[int, ...]:
+    """The block of each GDN group that ends at `position`, a boundary; `StateError` if a table is too short."""
+    index = position // block_tokens - 1
+    for group, table in enumerate(tables):
+        if index >= len(table):
+            raise StateError(
+                f"request {request} has no block that ends at position {position}: the table of GDN group "
+                f"{group} has {len(table)} blocks of {block_tokens} tokens, {index + 1} are needed"
+            )
+    return tuple(table[index] for table in tables)
+
+
+def plan_before(facts: StepFacts, block_tokens: int) -> BeforeMoves:
+    """Moves before the forward pass.
+
+    Raises `StateError` for a start off a boundary: its state was never kept.
+    """
+    gives = []
+    fresh_blocks = list(facts.new_state_blocks)
+    for start in facts.starts:
+        blocks, offset = divmod(start.position, block_tokens)
+        if offset:
+            raise StateError(
+                f"request {start.request} starts at position {start.position}, {offset} tokens past the boundary "
+                f"{blocks * block_tokens} (blocks of {block_tokens} tokens): no state was kept there"
+            )
+        checkpoint = None
+        if start.position:
+            checkpoint = checkpoint_blocks(start.request, start.position, block_tokens, start.tables)
+        gives.append(Give(start.request, start.position, checkpoint))
+        fresh_blocks += [block for table in start.tables for block in table[blocks:] if block]
+    return BeforeMoves(
+        hand_back=tuple(sorted({*facts.finished, *facts.preempted, *facts.resumed})),
+        zero=tuple(facts.new_attention_blocks),
+        forget=tuple(fresh_blocks),
+        give=tuple(gives),
+    )
+
+
+def plan_after(runs: Iterable[Run], block_tokens: int) -> tuple[Save, ...]:
+    """A save for every run that ends on a boundary.
+
+    Raises `StateError` for a run that passes a boundary without ending on one: vLLM has published the hash
+    of a block whose checkpoint could then never be written. It happens when the chunk grid of the scheduler
+    is not the block size of the pool.
+    """
+    saves = []
+    for run in runs:
+        end = run.position + run.tokens
+        if end % block_tokens == 0:
+            blocks = checkpoint_blocks(run.request, end, block_tokens, run.tables)
+            saves.append(Save(run.request, end, blocks))
+        elif run.position // block_tokens != end // block_tokens:
+            raise StateError(
+                f"request {run.request} computes tokens [{run.position}, {end}) in one step and passes the boundary "
+                f"{end // block_tokens * block_tokens} without ending on it (blocks of {block_tokens} tokens): "
+                "the scheduler's chunk grid is not the pool's block size"
+            )
+    return tuple(saves)
