@@ -14,9 +14,9 @@ from block to block: here it lives in a slot, and the block's page holds a check
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from inpage.engines.activation import StatsInterval
 from inpage.engines.scheduler import group_ids
 from inpage.errors import ConfigError, StateError
+from inpage.layout.geometry import Geometry, state_bytes
+from inpage.layout.pool import printed_tokens
 from inpage.state.ledger import Ledger
 from inpage.state.mover import Mover
 from inpage.state.pages import WORD, LayerStates, PageStore, rows_of_words
@@ -81,18 +83,15 @@ class InPageCPUModelRunner(CPUModelRunner):
             kv_caches[name].data_ptr(): page_view(kv_caches[name], kv_cache_config.num_blocks, attention.kv_cache_spec)
             for name in attention.layer_names
         }
+        geometry = geometry_of(kv_cache_config)
         slots = self.max_num_reqs + 1
         layers = []
         for index, group_id in enumerate(self._state_groups):
-            spec = groups[group_id].kv_cache_spec
-            state_bytes = sum(
-                prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-            )
             for name in groups[group_id].layer_names:
                 pages = pages_at.get(kv_caches[name].data_ptr())
                 if pages is None:
                     raise ConfigError(f"GDN layer {name} shares its pages with no attention layer")
-                raw = torch.zeros(slots, 1, 1, state_bytes, dtype=torch.int8)
+                raw = torch.zeros(slots, 1, 1, geometry.state_bytes, dtype=torch.int8)
                 self.compilation_config.static_forward_context[name].bind_kv_cache(raw)
                 layers.append(LayerStates(name, index, [rows_of_words(raw, slots, f"the slots of {name}")], [pages]))
         self.mover = Mover(
@@ -114,13 +113,14 @@ class InPageCPUModelRunner(CPUModelRunner):
             None: "dense, a checkpoint at every boundary",
             0: "sparse, a checkpoint at the last boundary of a prompt and where prompts part",
         }.get(retention, f"sparse, a checkpoint every {retention} tokens")
-        block = self.mover.block_tokens
+        blocks = kv_cache_config.num_blocks
+        tokens = printed_tokens(blocks, geometry_of(kv_cache_config), self.max_model_len, "in-page")
         logger.info(
             "inpage: in-page layout, block %d tokens = the shortest prefix that can hit, %d blocks, pool of %s tokens "
             "at max_model_len %d, %d slots of %.1f MiB in all beside the pool, retention %s.",
-            block,
-            kv_cache_config.num_blocks,
-            f"{pool_tokens(kv_cache_config, self.max_model_len, len(self._state_groups)):,}",
+            self.mover.block_tokens,
+            blocks,
+            f"{tokens:,}",
             self.max_model_len,
             self.mover.slots.count,
             slot_bytes / 2**20,
@@ -135,12 +135,16 @@ class InPageCPUModelRunner(CPUModelRunner):
     # ------------------------------------------------------------------ a step
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, without its copies of states from block to block."""
+        if self.mover is None:
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        began = time.perf_counter()
         self._step = scheduler_output
         try:
             with no_state_copies():
                 return super().execute_model(scheduler_output, *args, **kwargs)
         finally:
             self._step = None
+            self.mover.counters.step_seconds += time.perf_counter() - began
             self.log_counters()
 
     def _update_states(self, scheduler_output: Any) -> Any:
@@ -204,11 +208,18 @@ def page_view(cache: torch.Tensor, num_blocks: int, spec: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.int32).set_(storage, first, (num_blocks, words), (block_stride // WORD, 1))
 
 
-def pool_tokens(kv_cache_config: Any, max_model_len: int, state_groups: int) -> int:
-    """The pool in tokens as vLLM prints it: how many whole requests fit, times their length."""
-    block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    per_request = -(-max_model_len // block) + 2 * state_groups
-    return int(kv_cache_config.num_blocks / per_request * max_model_len)
+def geometry_of(kv_cache_config: Any) -> Geometry:
+    """The pool's geometry, read off vLLM's own specs."""
+    (attention,), state = group_ids(kv_cache_config)
+    groups = kv_cache_config.kv_cache_groups
+    spec, state_spec = groups[attention].kv_cache_spec, groups[state[0]].kv_cache_spec
+    return Geometry(
+        state_bytes=state_bytes(state_spec.shapes, (dtype.itemsize for dtype in state_spec.dtypes)),
+        kv_bytes_per_token=spec.page_size_bytes // spec.block_size,
+        block_tokens=spec.block_size,
+        attention_layers=len(groups[attention].layer_names),
+        gdn_layers=sum(len(groups[group].layer_names) for group in state),
+    )
 
 
 def step_facts(output: Any, state_groups: Sequence[int]) -> StepFacts:

@@ -6,7 +6,7 @@ unknown. Only a checkpoint at exactly the position from which a request starts m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inpage.errors import StateError
@@ -72,6 +72,21 @@ class Ledger:
             raise StateError(f"{what} is the null block (id 0), whose page is shared by all requests")
         if not 0 < block < self.num_blocks:
             raise StateError(f"{what} is block {block}, but the pool has blocks 1 to {self.num_blocks - 1}")
+
+    def check_writable(self, request: str, blocks: Sequence[int], position: int) -> None:
+        """Refuse to put a checkpoint over attention rows, or two groups' checkpoints into one block."""
+        for block in blocks:
+            self.check_block(block, f"the checkpoint of request {request} at position {position}")
+            if isinstance(self._contents.get(block), Attention):
+                raise StateError(
+                    f"the checkpoint of request {request} at position {position} would go into block {block}, whose "
+                    "page holds attention rows: the block does not belong to a GDN group"
+                )
+        if len(set(blocks)) != len(blocks):
+            raise StateError(
+                f"the checkpoint of request {request} at position {position} needs a block for each GDN group, "
+                f"but the groups' blocks are {list(blocks)}"
+            )
 
     def check_restorable(self, request: str, block: int, position: int) -> None:
         """Refuse a page that does not hold the checkpoint from which the request starts."""

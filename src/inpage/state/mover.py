@@ -9,7 +9,7 @@ nothing of the move in question.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from inpage.errors import StateError
@@ -62,9 +62,7 @@ class Mover:
                 self.store.zero_slot(slot)
                 self.counters.fresh += 1
             else:
-                began = time.perf_counter()
-                self.counters.bytes += self.store.restore(slot, give.checkpoint)
-                self.counters.seconds += time.perf_counter() - began
+                self._copy(self.store.restore, slot, give.checkpoint)
                 self.counters.restores += 1
 
     def after_forward(self, runs: Sequence[Run]) -> None:
@@ -79,14 +77,16 @@ class Mover:
                 )
             slot.position += run.tokens
         for save in saves:
-            for block in save.checkpoint:
-                self.ledger.check_block(block, f"the checkpoint of request {save.request} at position {save.position}")
-            began = time.perf_counter()
-            self.counters.bytes += self.store.save(self.slots.of(save.request).index, save.checkpoint)
-            self.counters.seconds += time.perf_counter() - began
+            self.ledger.check_writable(save.request, save.checkpoint, save.position)
+            self._copy(self.store.save, self.slots.of(save.request).index, save.checkpoint)
             for block in save.checkpoint:
                 self.ledger.record_checkpoint(block, save.position)
             self.counters.saves += 1
+
+    def _copy(self, copy: Callable[[int, Sequence[int]], int], slot: int, blocks: Sequence[int]) -> None:
+        began = time.perf_counter()
+        self.counters.bytes += copy(slot, blocks)
+        self.counters.seconds += time.perf_counter() - began
 
     def slots_of(self, requests: Iterable[str]) -> list[int]:
         """The slots of the requests of a batch, in its order."""

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from inpage.errors import ConfigError
+from inpage.errors import ConfigError, StateError
 
 WORD = 4
 """Bytes of an int32, the unit of copying."""
@@ -22,10 +22,12 @@ WORD = 4
 def rows_of_words(tensor: torch.Tensor, rows: int, what: str) -> torch.Tensor:
     """View a contiguous tensor of any dtype as `[rows, words]` int32; `ConfigError` when that needs a copy."""
     row_bytes, left = divmod(tensor.numel() * tensor.element_size(), rows)
-    if left or row_bytes % WORD or not tensor.is_contiguous():
+    first_byte = tensor.storage_offset() * tensor.element_size()
+    if left or row_bytes % WORD or first_byte % WORD or not tensor.is_contiguous():
         raise ConfigError(
             f"{what} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} cannot be seen as {rows} rows of "
-            f"whole int32 words (contiguous: {tensor.is_contiguous()}, bytes a row: {row_bytes})"
+            f"whole int32 words (contiguous: {tensor.is_contiguous()}, bytes a row: {row_bytes}, first byte: "
+            f"{first_byte})"
         )
     return tensor.view(-1).view(torch.int32).view(rows, row_bytes // WORD)
 
@@ -99,20 +101,27 @@ class PageStore:
     def __init__(self, layers: Sequence[LayerStates], attention_pages: Sequence[Sequence[torch.Tensor]]) -> None:
         self.layers = tuple(layers)
         self.attention_pages = tuple(tuple(parts) for parts in attention_pages)
+        self.groups = 1 + max((layer.group for layer in layers), default=-1)
         self.checkpoint_bytes = sum(layer.words for layer in layers) * WORD
         """Bytes of one checkpoint over all layers."""
 
     def save(self, slot: int, blocks: Sequence[int]) -> int:
         """Copy the slot into the pages of `blocks`, one per GDN group; returns the bytes copied."""
+        self._check_groups(blocks)
         for layer in self.layers:
             layer.save(slot, blocks[layer.group])
         return self.checkpoint_bytes
 
     def restore(self, slot: int, blocks: Sequence[int]) -> int:
         """Copy the pages of `blocks` into the slot; returns the bytes copied."""
+        self._check_groups(blocks)
         for layer in self.layers:
             layer.restore(slot, blocks[layer.group])
         return self.checkpoint_bytes
+
+    def _check_groups(self, blocks: Sequence[int]) -> None:
+        if len(blocks) != self.groups:
+            raise StateError(f"a checkpoint needs a block for each of {self.groups} GDN groups, got {list(blocks)}")
 
     def zero_slot(self, slot: int) -> None:
         """Make the slot an empty state: all zero bits."""

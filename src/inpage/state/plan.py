@@ -8,7 +8,7 @@ tables are those of the GDN groups only, in group order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from inpage.errors import StateError
 
@@ -77,14 +77,14 @@ class BeforeMoves:
     hand_back: tuple[str, ...] = ()
     zero: tuple[int, ...] = ()
     forget: tuple[int, ...] = ()
-    give: tuple[Give, ...] = field(default=())
+    give: tuple[Give, ...] = ()
 
 
 def checkpoint_blocks(request: str, position: int, block_tokens: int, tables: BlockTables) -> tuple[int, ...]:
     """The block of each GDN group that ends at `position`, a boundary; `StateError` if a table is too short."""
     index = position // block_tokens - 1
     for group, table in enumerate(tables):
-        if index >= len(table):
+        if not 0 <= index < len(table):
             raise StateError(
                 f"request {request} has no block that ends at position {position}: the table of GDN group "
                 f"{group} has {len(table)} blocks of {block_tokens} tokens, {index + 1} are needed"
@@ -112,7 +112,7 @@ def plan_before(facts: StepFacts, block_tokens: int) -> BeforeMoves:
         gives.append(Give(start.request, start.position, checkpoint))
         fresh_blocks += [block for table in start.tables for block in table[blocks:] if block]
     return BeforeMoves(
-        hand_back=tuple(sorted({*facts.finished, *facts.preempted, *facts.resumed})),
+        hand_back=(*facts.finished, *facts.preempted, *facts.resumed),
         zero=tuple(facts.new_attention_blocks),
         forget=tuple(fresh_blocks),
         give=tuple(gives),

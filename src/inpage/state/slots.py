@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from inpage.errors import StateError
+from inpage.errors import ConfigError, StateError
 
 
 @dataclass
@@ -29,8 +29,10 @@ class SlotTable:
     """
 
     def __init__(self, indices: Iterable[int]) -> None:
-        """`indices` are the usable slots; the first to be given is the lowest."""
+        """`indices` are the usable slots, each once; the first to be given is the lowest."""
         self._indices = tuple(sorted(indices))
+        if len(set(self._indices)) != len(self._indices):
+            raise ConfigError(f"the slots {list(self._indices)} are not all different")
         self._free = list(reversed(self._indices))
         self._held: dict[str, HeldSlot] = {}
 

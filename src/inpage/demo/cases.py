@@ -1,0 +1,72 @@
+"""What the demo runs: which arms, which sessions, in what pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inpage.replay.sessions import SessionSpec
+
+ARMS = ("off", "native", "per-block", "in-page")
+BLOCK_TOKENS = 384
+"""The demo model's block: the smallest multiple of 128 tokens whose page holds a float32 state."""
+SEQUENCES = 4
+MAX_MODEL_LEN = 20480
+
+
+@dataclass(frozen=True)
+class DemoCase:
+    """One comparison; `blocks` is the in-page pool, `parity_prompts` how many cold and hit runs are compared."""
+
+    name: str
+    what: str
+    arms: tuple[str, ...]
+    sessions: SessionSpec
+    blocks: int
+    parity_prompts: int
+
+
+def _sessions(number: int, start_tokens: int, end_tokens: int, new_tokens: int) -> SessionSpec:
+    return SessionSpec(
+        sessions=number,
+        start_tokens=start_tokens,
+        end_tokens=end_tokens,
+        new_tokens=new_tokens,
+        output_tokens=24,
+        system_tokens=1536,
+    )
+
+
+CASES = {
+    "arms": DemoCase(
+        "arms",
+        "two sessions of 2K to 16K tokens in a pool that holds them in every layout",
+        ARMS,
+        _sessions(2, 2048, 16384, 1024),
+        blocks=360,
+        parity_prompts=32,
+    ),
+    "quick": DemoCase(
+        "quick",
+        "two short sessions, a few prompts compared",
+        ARMS,
+        _sessions(2, 2048, 5120, 1024),
+        blocks=160,
+        parity_prompts=4,
+    ),
+    "overflow": DemoCase(
+        "overflow",
+        "eight sessions of 8K to 12K tokens: the in-page pool holds them, the per-block pool does not",
+        ("per-block", "in-page"),
+        _sessions(8, 8192, 12288, 512),
+        blocks=340,
+        parity_prompts=0,
+    ),
+    "fit": DemoCase(
+        "fit",
+        "half as many sessions in the same pools: both hold them, and the layouts tie",
+        ("per-block", "in-page"),
+        _sessions(4, 8192, 12288, 512),
+        blocks=340,
+        parity_prompts=0,
+    ),
+}

@@ -1,0 +1,181 @@
+"""`inpage demo`: for each arm start the real server, replay the same sessions, compare hit with cold, stop it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from inpage.demo.cases import BLOCK_TOKENS, CASES, MAX_MODEL_LEN, SEQUENCES, DemoCase
+from inpage.demo.model import DemoModel, make_model
+from inpage.demo.server import RunningServer, running_server
+from inpage.errors import ConfigError
+from inpage.gates.parity import Completions, Parity, make_cases, run_parity
+from inpage.replay.compare import render_table
+from inpage.replay.report import Section, write_report
+from inpage.replay.result import ArmResult, save_result
+from inpage.replay.runner import replay_arm
+from inpage.replay.sessions import total_turns
+
+PARITY_OUTPUT_TOKENS = 8
+PARITY_LONGEST_TOKENS = 1700
+PARITY_VOCAB = 250
+"""Token ids below this are plain bytes of the demo's tokenizer."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What one arm of the demo gave."""
+
+    name: str
+    result: ArmResult
+    parity: Parity | None
+    server_lines: tuple[str, ...]
+
+
+def server_arguments(case: DemoCase) -> list[str]:
+    """The flags that all arms share; a token budget of one block and room for the decodes."""
+    return [
+        "--enforce-eager",
+        *("--max-model-len", str(MAX_MODEL_LEN)),
+        *("--max-num-seqs", str(SEQUENCES)),
+        *("--max-num-batched-tokens", str(BLOCK_TOKENS + 128)),
+        *("--num-gpu-blocks-override", str(case.blocks)),
+        *("--mamba-ssm-cache-dtype", "float32"),
+    ]
+
+
+def run_arm(case: DemoCase, name: str, model: Path, out: Path, progress: Progress) -> Arm:
+    """Serve, replay, compare, stop."""
+    task = progress.add_task(f"{name}: starting the server", total=None)
+
+    def waiting(seconds: float) -> None:
+        progress.update(task, description=f"{name}: starting the server ({seconds:.0f} s)")
+
+    log = out / f"{name}.server.log"
+    # vLLM's CPU engine wants a size in GiB even where the number of blocks is given.
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    with running_server(
+        str(model), server_arguments(case), name, log, environment=environment, waiting=waiting
+    ) as server:
+        progress.update(task, description=f"{name}: replaying sessions", total=total_turns(case.sessions), completed=0)
+        result = replay_arm(server.url, case.sessions, arm=name, on_turn=lambda turn: progress.advance(task))
+        parity = None
+        if case.parity_prompts and name != "off":
+            progress.update(task, description=f"{name}: hit against cold", total=case.parity_prompts, completed=0)
+            parity = compare_hits(case, server, str(model), lambda: progress.advance(task))
+    progress.update(task, description=f"{name}: done", total=1, completed=1)
+    save_result(result, out / f"{name}.json")
+    lines = tuple(line.split("] ", 1)[-1] for line in (*server.lines("KV cache size"), *server.lines("inpage:")))
+    return Arm(name, result, parity, (*lines, *copying(server)))
+
+
+def compare_hits(case: DemoCase, server: RunningServer, model: str, done: Callable[[], None]) -> Parity:
+    """Cold and hit runs of the parity prompts on this server."""
+    cases = make_cases(case.parity_prompts, BLOCK_TOKENS, PARITY_LONGEST_TOKENS, PARITY_VOCAB)
+    completions = Completions(server.url, model, PARITY_OUTPUT_TOKENS)
+    unrelated = [index % PARITY_VOCAB for index in range(BLOCK_TOKENS + 16)]
+    return run_parity(completions, cases, unrelated, done)
+
+
+def copying(server: RunningServer) -> tuple[str, ...]:
+    """The worker's last line of counters, if it is an in-page one."""
+    return tuple(line.split("] ", 1)[-1] for line in server.lines("inpage worker")[-1:])
+
+
+def exactness_rows(arms: list[Arm]) -> list[list[str]]:
+    """One row per arm: do hits equal cold?"""
+    rows = []
+    for arm in arms:
+        if arm.parity is None:
+            rows.append([arm.name, "—", "—", "—", "nothing is cached"])
+            continue
+        prompts = len(arm.parity.comparisons)
+        verdict = "exact" if arm.parity.exact else "WRONG"
+        rows.append(
+            [
+                arm.name,
+                str(prompts),
+                str(arm.parity.hits),
+                f"{arm.parity.equal} of {prompts}",
+                f"{verdict}, largest logprob drift {arm.parity.worst_drift:.3g}",
+            ]
+        )
+    return rows
+
+
+EXACTNESS_HEADERS = ("arm", "prompts", "hit", "hit = cold to the bit", "verdict")
+
+
+def exactness_table(rows: list[list[str]]) -> Table:
+    """The rows for a terminal."""
+    table = Table(*EXACTNESS_HEADERS, title="Hits against cold runs of the same prompts")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def report_sections(case: DemoCase, arms: list[Arm], rows: list[list[str]]) -> list[Section]:
+    """What the report says beside the replay's own figures."""
+    servers = Section(
+        "The servers",
+        "What each server said of itself.",
+        (("arm", "its lines"), [[arm.name, "\n".join(arm.server_lines)] for arm in arms]),
+    )
+    if not case.parity_prompts:
+        return [servers]
+    text = (
+        f"{case.parity_prompts} prompts of four shapes (single, multi-turn, extension, diverging prefix), each cold "
+        "and after its prefix was cached: every token and every log probability must be equal, no tolerance."
+    )
+    return [Section("Are hits exact?", text, (EXACTNESS_HEADERS, rows)), servers]
+
+
+def failures(arms: list[Arm]) -> list[str]:
+    """Why the demo as a whole failed; stock arms may be inexact, in-page may not."""
+    lines = []
+    for arm in arms:
+        if not arm.result.complete:
+            errors = sum(turn.error is not None for turn in arm.result.turns)
+            lines.append(f"{arm.name}: {errors} requests failed, see {arm.name}.json and {arm.name}.server.log")
+        if arm.name == "in-page" and arm.parity is not None and not arm.parity.exact:
+            lines.append("in-page: hits do not equal cold runs")
+    return lines
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the report, the results and the servers' logs.")] = Path("demo"),
+    case: Annotated[str, typer.Option(help=f"One of {', '.join(CASES)}.")] = "arms",
+    quick: Annotated[bool, typer.Option("--quick", help="The case `quick`: under two minutes.")] = False,
+) -> None:
+    """The main job: four layouts served by real vLLM, the same agent sessions replayed against each."""
+    if case not in CASES:
+        raise ConfigError(f"--case {case} is not one of {', '.join(CASES)}")
+    chosen = CASES["quick" if quick else case]
+    console = Console(highlight=False)
+    began = time.monotonic()
+    console.print(f"[bold]inpage demo[/], case {chosen.name}: {chosen.what}")
+    out = out if chosen.name == "arms" else out / chosen.name
+    out.mkdir(parents=True, exist_ok=True)
+    model = make_model(out / "model", DemoModel())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        arms = [run_arm(chosen, name, model, out, progress) for name in chosen.arms]
+    results = [arm.result for arm in arms]
+    rows = exactness_rows(arms)
+    console.print(render_table(results))
+    if chosen.parity_prompts:
+        console.print(exactness_table(rows))
+    page = write_report(results, out, title=f"inpage demo: {chosen.what}", sections=report_sections(chosen, arms, rows))
+    console.print(f"report: [bold]{page}[/] ({time.monotonic() - began:.0f} s in all)")
+    failed = failures(arms)
+    for line in failed:
+        console.print(f"[bold red]{line}[/]")
+    raise typer.Exit(1 if failed else 0)

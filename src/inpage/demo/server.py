@@ -1,0 +1,119 @@
+"""Starts the real server in processes of its own, waits until it answers, and stops it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from inpage.errors import ServerError
+from inpage.serve.command import build
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    # Compiling helpers on first use takes 20 s and changes nothing that is measured here.
+    "TORCH_COMPILE_DISABLE": "1",
+    # Numerics depend on the thread count; one thread leaves the other core to the client.
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that answers; `log` grows while it runs."""
+
+    url: str
+    log: Path
+    pid: int
+
+    def lines(self, containing: str) -> list[str]:
+        """Lines of the log with this text."""
+        return [line for line in self.log.read_text(errors="replace").splitlines() if containing in line]
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running_server(
+    model: str,
+    arguments: Sequence[str],
+    layout: str,
+    log: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 240.0,
+    waiting: Callable[[float], None] = lambda seconds: None,
+) -> Iterator[RunningServer]:
+    """`inpage serve` for the time of a `with` block.
+
+    `waiting` is called a few times a second with the seconds waited so far. Raises `ServerError` with the end
+    of the log when the server ends or does not answer in time.
+    """
+    port = free_port()
+    launch = build(model, ["--host", "127.0.0.1", "--port", str(port), *arguments], layout)
+    url = f"http://127.0.0.1:{port}"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            launch.command,
+            env={**os.environ, **ENVIRONMENT, **launch.environment, **(environment or {})},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_it_answers(process, url, log, timeout_s, waiting)
+        yield RunningServer(url, log, process.pid)
+    finally:
+        _stop(process)
+
+
+def _wait_until_it_answers(
+    process: subprocess.Popen[bytes], url: str, log: Path, timeout_s: float, waiting: Callable[[float], None]
+) -> None:
+    began = time.monotonic()
+    while True:
+        waited = time.monotonic() - began
+        if process.poll() is not None:
+            raise ServerError(f"the server ended with status {process.returncode} before it answered:\n{_tail(log)}")
+        if waited > timeout_s:
+            raise ServerError(f"the server did not answer within {timeout_s:.0f} s:\n{_tail(log)}")
+        try:
+            if httpx.get(f"{url}/health", timeout=2.0).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        waiting(waited)
+        time.sleep(0.25)
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    text = log.read_text(errors="replace").splitlines()
+    return "\n".join([f"(the whole log: {log})", *text[-lines:]])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask politely, so that the last counters are logged; then end the whole process group."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
