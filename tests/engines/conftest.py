@@ -1,0 +1,61 @@
+"""A tiny hybrid, and engines in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inpage.demo.model import make_model
+from inpage.demo.server import ENVIRONMENT
+
+DRIVER = Path(__file__).parent / "engine_driver.py"
+Run = Callable[..., Any]
+TIMEOUT_S = 240
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model: random weights, blocks of 384 tokens."""
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def engine_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`engine_run(scenario, arguments, **environment)`: the scenario's result; equal calls run once."""
+    known: dict[str, Any] = {}
+
+    def run(scenario: str, arguments: dict[str, Any] | None = None, **environment: str) -> Any:
+        key = json.dumps([scenario, arguments, environment], sort_keys=True)
+        if key not in known:
+            out = tmp_path_factory.mktemp("engine") / "result.json"
+            command = [sys.executable, str(DRIVER), scenario, str(model), str(out), json.dumps(arguments or {})]
+            fixed = {**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
+            log_file = out.with_name("log")
+            with log_file.open("w") as output:
+                process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **fixed, **environment},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                try:
+                    process.wait(timeout=TIMEOUT_S)
+                finally:
+                    with suppress(ProcessLookupError):  # whatever the engine left behind
+                        os.killpg(process.pid, signal.SIGKILL)
+            log = log_file.read_text(errors="replace")
+            assert out.exists(), f"{scenario} ended with status {process.returncode}:\n{log[-6000:]}"
+            known[key] = {"result": json.loads(out.read_text()), "log": log}
+        return known[key]
+
+    return run

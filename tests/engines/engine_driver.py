@@ -1,0 +1,267 @@
+"""Runs one scenario on a real vLLM engine and writes what came out as JSON.
+
+`python engine_driver.py SCENARIO MODEL OUT [JSON of engine arguments]`: a process of its own, because an engine
+holds global state and its environment is read at import. The tests compare the files, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+BLOCK = 384
+ENGINE = {
+    "max_model_len": 4096,
+    "enforce_eager": True,
+    "dtype": "bfloat16",
+    "seed": 0,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": True,
+    "mamba_cache_mode": "align",
+    "mamba_ssm_cache_dtype": "float32",
+    "prefix_cache_retention_interval": None,
+    "num_gpu_blocks_override": 60,
+}
+
+
+class Engine:
+    """`vllm.LLM` with short words."""
+
+    started: ClassVar[list[Engine]] = []
+
+    def __init__(self, model: str, **arguments: Any) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(model=model, **{**ENGINE, **arguments})
+        self.random = random.Random(7)
+        Engine.started.append(self)
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def runner(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(250) for _ in range(count)]
+
+    def generate(self, prompts: list[list[int]], output: int, salt: str | None = None, **request: Any) -> list[Any]:
+        """Token ids, all logprobs and cached tokens of each prompt, run together."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=output, logprobs=3, ignore_eos=True)
+        inputs = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
+        answers = self.llm.generate(inputs, params, use_tqdm=False, **request)
+        return [
+            {
+                "tokens": list(a.outputs[0].token_ids),
+                "logprobs": [sorted((k, v.logprob) for k, v in d.items()) for d in a.outputs[0].logprobs],
+                "cached": a.num_cached_tokens,
+            }
+            for a in answers
+        ]
+
+    def one(self, prompt: list[int], output: int = 6, salt: str | None = None) -> Any:
+        return self.generate([prompt], output, salt)[0]
+
+    def hit_against_cold(self, lengths: tuple[int, ...] = (1, 2, 300, 384, 385, 1500, 2000)) -> list[dict[str, Any]]:
+        """Each prompt cold, then an unrelated one, then again under the same salt."""
+        rows = []
+        for length in lengths:
+            prompt, salt = self.tokens(length), f"{length}-{self.random.random()}"
+            cold = self.one(prompt, salt=salt)
+            self.one(self.tokens(500))
+            hit = self.one(prompt, salt=salt)
+            same = cold["tokens"] == hit["tokens"] and cold["logprobs"] == hit["logprobs"]
+            rows.append({"length": length, "cold": cold["cached"], "hit": hit["cached"], "equal": same})
+        return rows
+
+    def preemptions(self) -> list[int]:
+        """Count preemptions from now on; the list's only entry is the count."""
+        scheduler, count = self.core.scheduler, [0]
+        original = scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            return original(*args, **kwargs)
+
+        scheduler._preempt_request = counted
+        return count
+
+
+def parity(model: str, arguments: dict[str, Any]) -> Any:
+    """Hit against cold."""
+    if arguments.pop("force_async", False):
+        force_async_scheduling()
+    if arguments.pop("flip_grid", False):
+        return flipped_grid(model, arguments)
+    engine = Engine(model, **arguments)
+    return {"rows": engine.hit_against_cold()}
+
+
+def force_async_scheduling() -> None:
+    """vLLM's CPU platform turns async scheduling off; turn it on again, for this process's front end."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    original = platform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def flipped_grid(model: str, arguments: dict[str, Any]) -> Any:
+    """What happens to a server's EngineCore, forced in this process: the configured block becomes 128."""
+    without_fix = arguments.pop("without_fix", False)
+    engine = Engine(model, **arguments)
+    scheduler = engine.core.scheduler
+    scheduler.cache_config.block_size = 128
+    if without_fix:
+        scheduler._mamba_block_aligned_split = scheduler._mamba_block_aligned_split.args[0]
+    try:
+        return {"rows": engine.hit_against_cold((1500,))}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def crowded(model: str, arguments: dict[str, Any]) -> Any:
+    """More sessions than the pool holds: preemptions, resumes, diverging prefixes, growing conversations."""
+    arguments = {"num_gpu_blocks_override": 26, **arguments}
+    engine = Engine(model, **arguments)
+    count = engine.preemptions()
+    answers: list[Any] = []
+    base, last = engine.tokens(900), None
+    for _ in range(4):
+        prompts = [base + engine.tokens(200 + engine.random.randrange(900)) for _ in range(3)]
+        prompts += [engine.tokens(1), *(engine.tokens(2 + engine.random.randrange(1500)) for _ in range(2))]
+        if last:
+            prompts.append(last + engine.tokens(300))
+        answers += [{"prompt": p, **a} for p, a in zip(prompts, engine.generate(prompts, 160), strict=True)]
+        last = prompts[0] + answers[-len(prompts)]["tokens"]
+    ones = {json.dumps(a["prompt"]) for a in answers if len(a["prompt"]) == 1}
+    alone = {text: engine.one(json.loads(text), 160) for text in sorted(ones)}
+    result = {"preemptions": count[0], "answers": answers, "alone": alone, "runner": type(engine.runner).__name__}
+    mover = getattr(engine.runner, "mover", None)
+    if mover is not None:
+        engine.one(engine.tokens(5), 1)  # the step after it hands the last slots back
+        mover.check_integrity()
+        result |= {"held": len(mover.slots.held), "counters": vars(mover.counters)}
+    return result
+
+
+@contextmanager
+def mutated(owner: Any, name: str, replacement: Any) -> Any:
+    """One rule broken for the time of a `with` block."""
+    original = owner.__dict__[name] if name in vars(owner) else None
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def mutants(model: str, arguments: dict[str, Any]) -> Any:
+    """Break one rule after the other on a running engine; the last one ends it."""
+    engine = Engine(model, **{"num_gpu_blocks_override": 40, **arguments})
+    mover = engine.runner.mover
+    store = mover.store
+
+    def hits() -> int:
+        return sum(row["equal"] for row in engine.hit_against_cold((1500, 2000, 800)))
+
+    def nan_pages() -> int:
+        """Prompts whose answers stay finite though every free page holds NaN when it is handed out."""
+        finite = 0
+        for length in (1500, 700, 1300):
+            engine.llm.reset_prefix_cache()
+            for pages in store.attention_pages:
+                for part in pages:
+                    part.fill_(-1)
+            answer = engine.one(engine.tokens(length))
+            finite += all(value == value for top in answer["logprobs"] for _, value in top)
+        return finite
+
+    result: dict[str, Any] = {"unbroken": hits(), "unbroken on NaN pages": nan_pages()}
+    with mutated(store, "save", lambda slot, blocks: 0):
+        result["no save"] = hits()
+    with mutated(store, "restore", lambda slot, blocks: 0):
+        result["no restore"] = hits()
+    with mutated(store, "zero_pages", lambda blocks: None):
+        result["no zeroing"] = nan_pages()
+    with mutated(store, "zero_slot", lambda slot: None):
+        ones = []
+        for _ in range(4):
+            ones.append(engine.one([5], salt="one"))
+            engine.one(engine.tokens(600))
+        result["distinct answers to one token, no zeroed slot"] = len({json.dumps(a["logprobs"]) for a in ones})
+    ones = []
+    for _ in range(4):
+        ones.append(engine.one([5], salt="one"))
+        engine.one(engine.tokens(600))
+    result["distinct answers to one token"] = len({json.dumps(a["logprobs"]) for a in ones})
+    try:
+        with mutated(mover.slots, "hand_back", lambda requests: []):
+            hits()
+        result["no hand-back"] = "nothing happened"
+    except Exception as error:
+        result["no hand-back"] = f"{type(error).__name__}: {error}"
+    return result
+
+
+def untouched(model: str, arguments: dict[str, Any]) -> Any:
+    """What vLLM is made of, and what it answers."""
+    engine = Engine(model, **arguments)
+    scheduler = engine.core.scheduler
+    return {
+        "rows": [engine.one(engine.tokens(length), 12) for length in (1, 40, 700, 1500, 700)],
+        "runner": type(engine.runner).__module__,
+        "worker": type(engine.core.model_executor.driver_worker.worker).__module__,
+        "scheduler": [name for name in ("schedule", "inpage") if name in vars(scheduler)],
+        "inpage modules": sorted(name for name in sys.modules if name.startswith("inpage.engines")),
+    }
+
+
+def refusals(model: str, arguments: dict[str, Any]) -> Any:
+    """Configurations that are not covered, refused while the configuration is made: no engine starts."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    results: dict[str, str] = {}
+    for name, extra in arguments.items():
+        options = {**ENGINE, **extra}
+        try:
+            EngineArgs(model=model, **options).create_engine_config()
+            results[name] = "accepted"
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
+
+
+SCENARIOS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
+    f.__name__: f for f in (parity, crowded, mutants, untouched, refusals)
+}
+
+
+def main() -> None:
+    scenario, model, out = sys.argv[1:4]
+    arguments = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    Path(out).write_text(json.dumps(SCENARIOS[scenario](model, arguments)))
+    for engine in Engine.started:
+        engine.llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
