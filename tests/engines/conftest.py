@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from inpage.demo.model import make_model
+from inpage.demo.model import DemoModel, make_model
 from inpage.demo.server import ENVIRONMENT
 
 DRIVER = Path(__file__).parent / "engine_driver.py"
@@ -29,15 +29,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """`engine_run(scenario, arguments, **environment)`: the scenario's result; equal calls run once."""
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model with twice the heads: two ranks get a demo model's share each."""
+    return make_model(tmp_path_factory.mktemp("wide"), DemoModel(heads=4, kv_heads=2, key_heads=2, value_heads=4))
+
+
+@pytest.fixture(scope="session")
+def engine_run(model: Path, wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`engine_run(scenario, arguments, wide=False, **environment)`: result and log; equal calls run once."""
     known: dict[str, Any] = {}
 
-    def run(scenario: str, arguments: dict[str, Any] | None = None, **environment: str) -> Any:
-        key = json.dumps([scenario, arguments, environment], sort_keys=True)
+    def run(scenario: str, arguments: dict[str, Any] | None = None, wide: bool = False, **environment: str) -> Any:
+        key = json.dumps([scenario, arguments, wide, environment], sort_keys=True)
         if key not in known:
             out = tmp_path_factory.mktemp("engine") / "result.json"
-            command = [sys.executable, str(DRIVER), scenario, str(model), str(out), json.dumps(arguments or {})]
+            command = [
+                sys.executable,
+                str(DRIVER),
+                scenario,
+                str(wide_model if wide else model),
+                str(out),
+                json.dumps(arguments or {}),
+            ]
             fixed = {**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
             log_file = out.with_name("log")
             with log_file.open("w") as output:

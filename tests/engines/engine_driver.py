@@ -137,7 +137,7 @@ def flipped_grid(model: str, arguments: dict[str, Any]) -> Any:
 
 def crowded(model: str, arguments: dict[str, Any]) -> Any:
     """More sessions than the pool holds: preemptions, resumes, diverging prefixes, growing conversations."""
-    arguments = {"num_gpu_blocks_override": 26, **arguments}
+    arguments = {"num_gpu_blocks_override": 20, **arguments}
     engine = Engine(model, **arguments)
     count = engine.preemptions()
     answers: list[Any] = []
@@ -149,9 +149,13 @@ def crowded(model: str, arguments: dict[str, Any]) -> Any:
             prompts.append(last + engine.tokens(300))
         answers += [{"prompt": p, **a} for p, a in zip(prompts, engine.generate(prompts, 160), strict=True)]
         last = prompts[0] + answers[-len(prompts)]["tokens"]
-    ones = {json.dumps(a["prompt"]) for a in answers if len(a["prompt"]) == 1}
-    alone = {text: engine.one(json.loads(text), 160) for text in sorted(ones)}
-    result = {"preemptions": count[0], "answers": answers, "alone": alone, "runner": type(engine.runner).__name__}
+    preemptions = count[0]
+    cold = {}
+    for one in (a["prompt"] for a in answers if len(a["prompt"]) == 1):
+        beside = engine.tokens(300)
+        runs = [[one], [one, beside], [beside, one]]
+        cold[one[0]] = [engine.generate(prompts, 1)[prompts.index(one)] for prompts in runs]
+    result = {"preemptions": preemptions, "answers": answers, "cold": cold, "runner": type(engine.runner).__name__}
     mover = getattr(engine.runner, "mover", None)
     if mover is not None:
         engine.one(engine.tokens(5), 1)  # the step after it hands the last slots back

@@ -33,9 +33,8 @@ def test_hits_equal_cold_with_async_scheduling(engine_run):
 
 
 def test_hits_equal_cold_on_two_tensor_parallel_ranks(engine_run):
-    run = engine_run("parity", {"tensor_parallel_size": 2}, INPAGE="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
-    block = 256  # half the heads a rank, but the one KV head on both
-    assert_exact(run["result"]["rows"], block)
+    run = engine_run("parity", {"tensor_parallel_size": 2}, INPAGE="1", wide=True, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    assert_exact(run["result"]["rows"])
 
 
 def test_stock_vllm_serves_wrong_states_in_the_same_arrangement(engine_run):
@@ -67,13 +66,19 @@ def test_under_preemption_every_request_equals_native_with_the_grid_right(engine
     assert in_page["counters"]["restores"] > 0
 
 
-def test_one_token_prompts_equal_their_own_solo_cold_run(engine_run):
+def first(answer):
+    return answer["tokens"][0], answer["logprobs"][0]
+
+
+def test_one_token_prompts_equal_their_own_cold_run(engine_run):
+    """Cold runs alone and beside another prompt, before and after it: products of one row and of many take different
+    kernels, so the last bits depend on the shape of the batch, with and without in-page. Stock reads a stale state.
+    """
     in_page = engine_run("crowded", INPAGE="1", **IN_PROCESS)["result"]
     ones = [answer for answer in in_page["answers"] if len(answer["prompt"]) == 1]
     assert len(ones) >= 4
     for answer in ones:
-        alone = in_page["alone"][f"[{answer['prompt'][0]}]"]
-        assert (answer["tokens"][0], answer["logprobs"][0]) == (alone["tokens"][0], alone["logprobs"][0])
+        assert first(answer) in [first(cold) for cold in in_page["cold"][str(answer["prompt"][0])]]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +128,6 @@ REFUSED = {
         "speculative decoding (--speculative-config) is not covered yet",
     ),
     "sub-block hits": ({"prefix_match_unit": 64}, "--prefix-match-unit 64 is not covered yet"),
-    "a state in every block": ({"mamba_cache_mode": "all"}, "--mamba-cache-mode all is not covered"),
     "connectors": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         "KV connectors (--kv-transfer-config) are not covered",
@@ -137,6 +141,7 @@ REFUSED = {
 def refusals(engine_run):
     arguments = {name: extra for name, (extra, _) in REFUSED.items()} | {
         "nothing special": {},
+        "a state in every block": {"mamba_cache_mode": "all"},
         "caching off": {"enable_prefix_caching": False, "prefix_match_unit": None},
     }
     return engine_run("refusals", arguments, INPAGE="1")["result"]
@@ -146,6 +151,10 @@ def refusals(engine_run):
 def test_what_is_not_covered_is_refused_with_one_sentence(refusals, name):
     assert refusals[name].startswith("ConfigError: ")
     assert REFUSED[name][1] in refusals[name]
+
+
+def test_what_vllm_itself_turns_into_align_mode_is_accepted(refusals):
+    assert refusals["a state in every block"] == "accepted"
 
 
 def test_what_is_covered_is_accepted(refusals):
