@@ -24,14 +24,14 @@ TIMEOUT_S = 240
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model: random weights, blocks of 384 tokens."""
+    """The demo's model: random weights, blocks of 256 tokens."""
     return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model with twice the heads: two ranks get a demo model's share each."""
-    return make_model(tmp_path_factory.mktemp("wide"), DemoModel(heads=4, kv_heads=2, key_heads=2, value_heads=4))
+    return make_model(tmp_path_factory.mktemp("wide"), DemoModel(heads=2, kv_heads=2, key_heads=2, value_heads=2))
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-BLOCK = 384
+BLOCK = 256
+LENGTHS = (1, 2, 200, BLOCK, BLOCK + 1, 1500, 2000)
 ENGINE = {
     "max_model_len": 4096,
     "enforce_eager": True,
     "dtype": "bfloat16",
     "seed": 0,
     "max_num_seqs": 4,
-    "max_num_batched_tokens": 512,
+    "max_num_batched_tokens": BLOCK + 128,
     "enable_prefix_caching": True,
     "mamba_cache_mode": "align",
     "mamba_ssm_cache_dtype": "float32",
@@ -72,7 +73,9 @@ class Engine:
     def one(self, prompt: list[int], output: int = 6, salt: str | None = None) -> Any:
         return self.generate([prompt], output, salt)[0]
 
-    def hit_against_cold(self, lengths: tuple[int, ...] = (1, 2, 300, 384, 385, 1500, 2000)) -> list[dict[str, Any]]:
+    def hit_against_cold(
+        self, lengths: tuple[int, ...] = (1, 2, 200, BLOCK, BLOCK + 1, 1500, 2000)
+    ) -> list[dict[str, Any]]:
         """Each prompt cold, then an unrelated one, then again under the same salt."""
         rows = []
         for length in lengths:

@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.engine
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-BLOCK = 384
+BLOCK = 256
 
 
 def assert_exact(rows, block=BLOCK):
@@ -24,7 +24,7 @@ def test_hits_equal_cold_in_process(engine_run):
 def test_hits_equal_cold_with_engine_core_in_its_own_process(engine_run):
     run = engine_run("parity", INPAGE="1")
     assert_exact(run["result"]["rows"])
-    assert "the configuration says blocks of 128 tokens, the pool has blocks of 384" in run["log"]
+    assert "the configuration says blocks of 128 tokens, the pool has blocks of 256" in run["log"]
 
 
 def test_hits_equal_cold_with_async_scheduling(engine_run):
@@ -50,7 +50,7 @@ def test_a_flipped_grid_is_put_right(engine_run):
 
 def test_without_the_grid_fix_the_engine_stops_rather_than_serve(engine_run):
     run = engine_run("parity", {"flip_grid": True, "without_fix": True}, INPAGE="1", **IN_PROCESS)
-    assert "passes the boundary 384 without ending on it" in run["result"]["error"]
+    assert "passes the boundary 256 without ending on it" in run["result"]["error"]
 
 
 def test_under_preemption_every_request_equals_native_with_the_grid_right(engine_run):
@@ -165,7 +165,7 @@ def test_what_is_covered_is_accepted(refusals):
 def test_the_start_line_says_what_a_person_needs(engine_run):
     log = engine_run("parity", INPAGE="1")["log"]
     assert (
-        "in-page layout, block 384 tokens = the shortest prefix that can hit, 60 blocks, pool of 14,456 tokens" in log
+        "in-page layout, block 256 tokens = the shortest prefix that can hit, 60 blocks, pool of 11,170 tokens" in log
     )
     assert "retention dense, a checkpoint at every boundary" in log
 

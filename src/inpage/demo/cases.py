@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from inpage.replay.sessions import SessionSpec
 
 ARMS = ("off", "native", "per-block", "in-page")
-BLOCK_TOKENS = 384
+BLOCK_TOKENS = 256
 """The demo model's block: the smallest multiple of 128 tokens whose page holds a float32 state."""
 SEQUENCES = 4
 MAX_MODEL_LEN = 20480
@@ -41,7 +41,7 @@ CASES = {
         "arms",
         "two sessions of 2K to 16K tokens in a pool that holds them in every layout",
         ARMS,
-        _sessions(2, 2048, 16384, 1024),
+        _sessions(2, 2048, 16384, 1280),
         blocks=360,
         parity_prompts=32,
     ),
@@ -58,7 +58,7 @@ CASES = {
         "eight sessions of 8K to 12K tokens: the in-page pool holds them, the per-block pool does not",
         ("per-block", "in-page"),
         _sessions(8, 8192, 12288, 512),
-        blocks=340,
+        blocks=470,
         parity_prompts=0,
     ),
     "fit": DemoCase(
@@ -66,7 +66,7 @@ CASES = {
         "half as many sessions in the same pools: both hold them, and the layouts tie",
         ("per-block", "in-page"),
         _sessions(4, 8192, 12288, 512),
-        blocks=340,
+        blocks=470,
         parity_prompts=0,
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from inpage.demo.cases import BLOCK_TOKENS, CASES, MAX_MODEL_LEN, SEQUENCES, DemoCase
 from inpage.demo.model import DemoModel, make_model
-from inpage.demo.server import RunningServer, running_server
+from inpage.demo.server import RunningServer, ServerProcess
 from inpage.errors import ConfigError
 from inpage.gates.parity import Completions, Parity, make_cases, run_parity
 from inpage.replay.compare import render_table
@@ -25,7 +26,7 @@ from inpage.replay.runner import replay_arm
 from inpage.replay.sessions import total_turns
 
 PARITY_OUTPUT_TOKENS = 8
-PARITY_LONGEST_TOKENS = 1700
+PARITY_LONGEST_TOKENS = 1200
 PARITY_VOCAB = 250
 """Token ids below this are plain bytes of the demo's tokenizer."""
 
@@ -40,6 +41,26 @@ class Arm:
     server_lines: tuple[str, ...]
 
 
+class ArmBar:
+    """One arm's line of the progress display."""
+
+    def __init__(self, progress: Progress, arm: str) -> None:
+        self._progress, self._arm = progress, arm
+        self._task = progress.add_task(f"{arm}: starting the server", total=None)
+
+    def starting(self, seconds: float) -> None:
+        """The server has not answered for so long."""
+        self._progress.update(self._task, description=f"{self._arm}: starting the server ({seconds:.0f} s)")
+
+    def phase(self, name: str, total: int) -> None:
+        """A new phase of `total` parts begins."""
+        self._progress.update(self._task, description=f"{self._arm}: {name}", total=total, completed=0)
+
+    def advance(self, part: object = None) -> None:
+        """One part is done."""
+        self._progress.advance(self._task)
+
+
 def server_arguments(case: DemoCase) -> list[str]:
     """The flags that all arms share; a token budget of one block and room for the decodes."""
     return [
@@ -52,29 +73,41 @@ def server_arguments(case: DemoCase) -> list[str]:
     ]
 
 
-def run_arm(case: DemoCase, name: str, model: Path, out: Path, progress: Progress) -> Arm:
-    """Serve, replay, compare, stop."""
-    task = progress.add_task(f"{name}: starting the server", total=None)
+def run_arms(case: DemoCase, model: Path, out: Path, progress: Progress) -> list[Arm]:
+    """Serve, replay, compare, stop, for each arm in turn.
 
-    def waiting(seconds: float) -> None:
-        progress.update(task, description=f"{name}: starting the server ({seconds:.0f} s)")
+    The next server starts while hits are compared with cold runs on this one, which nobody times; so the arm
+    that has nothing to compare comes last.
+    """
+    names = sorted(case.arms, key=lambda name: name == "off")
+    arms: dict[str, Arm] = {}
+    with ExitStack() as servers:
 
-    log = out / f"{name}.server.log"
-    # vLLM's CPU engine wants a size in GiB even where the number of blocks is given.
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    with running_server(
-        str(model), server_arguments(case), name, log, environment=environment, waiting=waiting
-    ) as server:
-        progress.update(task, description=f"{name}: replaying sessions", total=total_turns(case.sessions), completed=0)
-        result = replay_arm(server.url, case.sessions, arm=name, on_turn=lambda turn: progress.advance(task))
-        parity = None
-        if case.parity_prompts and name != "off":
-            progress.update(task, description=f"{name}: hit against cold", total=case.parity_prompts, completed=0)
-            parity = compare_hits(case, server, str(model), lambda: progress.advance(task))
-    progress.update(task, description=f"{name}: done", total=1, completed=1)
-    save_result(result, out / f"{name}.json")
-    lines = tuple(line.split("] ", 1)[-1] for line in (*server.lines("KV cache size"), *server.lines("inpage:")))
-    return Arm(name, result, parity, (*lines, *copying(server)))
+        def start(name: str) -> ServerProcess:
+            # vLLM's CPU engine wants a size in GiB even where the number of blocks is given.
+            environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+            log = out / f"{name}.server.log"
+            server = ServerProcess(str(model), server_arguments(case), name, log, environment)
+            servers.callback(server.stop)
+            return server
+
+        process = start(names[0])
+        for name, following in zip(names, [*names[1:], None], strict=True):
+            bar = ArmBar(progress, name)
+            server = process.wait(bar.starting)
+            bar.phase("replaying", total_turns(case.sessions))
+            result = replay_arm(server.url, case.sessions, arm=name, on_turn=bar.advance)
+            ended, process = process, start(following) if following else process
+            parity = None
+            if case.parity_prompts and name != "off":
+                bar.phase("hit = cold?", case.parity_prompts)
+                parity = compare_hits(case, server, str(model), bar.advance)
+            ended.stop()
+            bar.phase("done", 1)
+            bar.advance()
+            save_result(result, out / f"{name}.json")
+            arms[name] = Arm(name, result, parity, server_lines(server))
+    return [arms[name] for name in case.arms]
 
 
 def compare_hits(case: DemoCase, server: RunningServer, model: str, done: Callable[[], None]) -> Parity:
@@ -85,9 +118,10 @@ def compare_hits(case: DemoCase, server: RunningServer, model: str, done: Callab
     return run_parity(completions, cases, unrelated, done)
 
 
-def copying(server: RunningServer) -> tuple[str, ...]:
-    """The worker's last line of counters, if it is an in-page one."""
-    return tuple(line.split("] ", 1)[-1] for line in server.lines("inpage worker")[-1:])
+def server_lines(server: RunningServer) -> tuple[str, ...]:
+    """What a server said of its pool, and an in-page one of itself and of its last counters."""
+    lines = [*server.lines("KV cache size"), *server.lines("inpage:"), *server.lines("inpage worker")[-1:]]
+    return tuple(line.split("] ", 1)[-1] for line in lines)
 
 
 def exactness_rows(arms: list[Arm]) -> list[list[str]]:
@@ -167,7 +201,7 @@ def demo(
     model = make_model(out / "model", DemoModel())
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        arms = [run_arm(chosen, name, model, out, progress) for name in chosen.arms]
+        arms = run_arms(chosen, model, out, progress)
     results = [arm.result for arm in arms]
     rows = exactness_rows(arms)
     console.print(render_table(results))

@@ -49,71 +49,74 @@ def free_port() -> int:
         return port
 
 
+class ServerProcess:
+    """`inpage serve` in processes of its own; starts at once, `wait` says when it answers."""
+
+    def __init__(
+        self,
+        model: str,
+        arguments: Sequence[str],
+        layout: str,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        port = free_port()
+        launch = build(model, ["--host", "127.0.0.1", "--port", str(port), *arguments], layout)
+        self._url = f"http://127.0.0.1:{port}"
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                launch.command,
+                env={**os.environ, **ENVIRONMENT, **launch.environment, **(environment or {})},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self, waiting: Callable[[float], None] = lambda seconds: None, timeout_s: float = 240.0) -> RunningServer:
+        """Wait until the server answers.
+
+        `waiting` is called a few times a second with the seconds waited so far. Raises `ServerError` with the end
+        of the log when the server ends or does not answer in time.
+        """
+        began = time.monotonic()
+        while True:
+            waited = time.monotonic() - began
+            if self._process.poll() is not None:
+                status = self._process.returncode
+                raise ServerError(f"the server ended with status {status} before it answered:\n{_tail(self._log)}")
+            if waited > timeout_s:
+                raise ServerError(f"the server did not answer within {timeout_s:.0f} s:\n{_tail(self._log)}")
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{self._url}/health", timeout=2.0).status_code == 200:
+                    return RunningServer(self._url, self._log, self._process.pid)
+            waiting(waited)
+            time.sleep(0.25)
+
+    def stop(self) -> None:
+        """Ask politely, so that the last counters are logged; then end the whole process group."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=20)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
 @contextmanager
 def running_server(
-    model: str,
-    arguments: Sequence[str],
-    layout: str,
-    log: Path,
-    *,
-    environment: Mapping[str, str] | None = None,
-    timeout_s: float = 240.0,
-    waiting: Callable[[float], None] = lambda seconds: None,
+    model: str, arguments: Sequence[str], layout: str, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[RunningServer]:
-    """`inpage serve` for the time of a `with` block.
-
-    `waiting` is called a few times a second with the seconds waited so far. Raises `ServerError` with the end
-    of the log when the server ends or does not answer in time.
-    """
-    port = free_port()
-    launch = build(model, ["--host", "127.0.0.1", "--port", str(port), *arguments], layout)
-    url = f"http://127.0.0.1:{port}"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            launch.command,
-            env={**os.environ, **ENVIRONMENT, **launch.environment, **(environment or {})},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    """A server for the time of a `with` block."""
+    process = ServerProcess(model, arguments, layout, log, environment)
     try:
-        _wait_until_it_answers(process, url, log, timeout_s, waiting)
-        yield RunningServer(url, log, process.pid)
+        yield process.wait()
     finally:
-        _stop(process)
-
-
-def _wait_until_it_answers(
-    process: subprocess.Popen[bytes], url: str, log: Path, timeout_s: float, waiting: Callable[[float], None]
-) -> None:
-    began = time.monotonic()
-    while True:
-        waited = time.monotonic() - began
-        if process.poll() is not None:
-            raise ServerError(f"the server ended with status {process.returncode} before it answered:\n{_tail(log)}")
-        if waited > timeout_s:
-            raise ServerError(f"the server did not answer within {timeout_s:.0f} s:\n{_tail(log)}")
-        try:
-            if httpx.get(f"{url}/health", timeout=2.0).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        waiting(waited)
-        time.sleep(0.25)
+        process.stop()
 
 
 def _tail(log: Path, lines: int = 15) -> str:
     text = log.read_text(errors="replace").splitlines()
     return "\n".join([f"(the whole log: {log})", *text[-lines:]])
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask politely, so that the last counters are logged; then end the whole process group."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=20)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

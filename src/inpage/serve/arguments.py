@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from inpage.errors import ConfigError
 
@@ -13,7 +13,7 @@ class ServerArguments:
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = list(arguments)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[str]:
         return iter(self._arguments)
 
     def _index(self, flag: str) -> int | None:
@@ -34,7 +34,7 @@ class ServerArguments:
         _, equals, value = self._arguments[index].partition("=")
         if equals:
             return value
-        if index + 1 == len(self._arguments):
+        if index + 1 == len(self._arguments) or self._arguments[index + 1].startswith("--"):
             raise ConfigError(f"{flag} needs a value")
         return self._arguments[index + 1]
 

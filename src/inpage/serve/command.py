@@ -75,9 +75,7 @@ def build(model: str, arguments: list[str], layout: str) -> Launch:
         if layout == "per-block":
             added.append(cut_pool(given, geometry))
     elif layout == "per-block":
-        raise ConfigError(
-            f"--layout per-block needs the model's config.json to compute the pool, and {model} has none here"
-        )
+        raise ConfigError(f"--layout per-block computes the pool from config.json, and {model} has none here")
     command = (sys.executable, "-m", SERVER, "--model", model, *given)
     return Launch(command, {SWITCH: "1" if layout == "in-page" else "0"}, tuple(added))
 
