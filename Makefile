@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := 2.13.0
 
-.PHONY: demo test check bench setup clean help
+.PHONY: demo test test-gaudi check bench setup clean help
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -21,7 +21,12 @@ demo: setup  ## the main job: four arms served by real vLLM, the same agent sess
 	@$(BIN)/inpage demo $(DEMO)
 
 test: setup  ## all tests, the ones that start real engines too
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST)
+
+test-gaudi:  ## the Gaudi engine on the real plugin, emulated device: VLLM_GAUDI=<checkout of v0.26.0>
+	@PYTHON="$(PYTHON)" VENV=.venv-gaudi TORCH="$(TORCH)" VLLM_GAUDI="$(VLLM_GAUDI)" sh tests/emulated_hpu/setup.sh
+	@VLLM_GAUDI="$(abspath $(VLLM_GAUDI))" OMP_NUM_THREADS=1 \
+		.venv-gaudi/bin/python -m pytest tests/gaudi/test_gaudi_plugin.py $(PYTEST)
 
 check: setup  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -3,14 +3,14 @@
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import copying, planning, scheduling
+from benchmarks import copying, planning, scheduling, serving
 
 
 def main() -> None:
     """Run all and print what each measured against what."""
     table = Table("benchmark", "measured", "against", "ratio", "wanted", title="Ratios taken in one run")
     console = Console()
-    for module in (copying, planning, scheduling):
+    for module in (copying, planning, scheduling, serving):
         with console.status(f"{module.__name__} ..."):
             for row in module.rows():
                 table.add_row(*row)

@@ -12,6 +12,7 @@ from inpage.errors import InPageError
 from inpage.layout.command import plan
 from inpage.replay.command import replay, report
 from inpage.serve.command import serve
+from inpage.sim.command import simulate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +25,7 @@ app.command()(plan)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command()(replay)
 app.command()(report)
+app.command()(simulate)
 
 
 def main() -> None:

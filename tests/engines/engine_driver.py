@@ -140,12 +140,12 @@ def flipped_grid(model: str, arguments: dict[str, Any]) -> Any:
 
 def crowded(model: str, arguments: dict[str, Any]) -> Any:
     """More sessions than the pool holds: preemptions, resumes, diverging prefixes, growing conversations."""
-    arguments = {"num_gpu_blocks_override": 20, **arguments}
+    arguments = {"num_gpu_blocks_override": 24, "max_num_seqs": 6, **arguments}
     engine = Engine(model, **arguments)
     count = engine.preemptions()
     answers: list[Any] = []
     base, last = engine.tokens(900), None
-    for _ in range(4):
+    for _ in range(7):
         prompts = [base + engine.tokens(200 + engine.random.randrange(900)) for _ in range(3)]
         prompts += [engine.tokens(1), *(engine.tokens(2 + engine.random.randrange(1500)) for _ in range(2))]
         if last:

@@ -15,7 +15,12 @@ MAX_MODEL_LEN = 20480
 
 @dataclass(frozen=True)
 class DemoCase:
-    """One comparison; `blocks` is the in-page pool, `parity_prompts` how many cold and hit runs are compared."""
+    """One comparison.
+
+    `blocks` is the in-page pool, `parity_prompts` how many cold and hit runs are compared. `retention` is vLLM's
+    `--prefix-cache-retention-interval`: None keeps a checkpoint at every boundary, 0 (vLLM's default) those at the
+    ends of prompts, which is what sessions that only grow come back to.
+    """
 
     name: str
     what: str
@@ -23,6 +28,10 @@ class DemoCase:
     sessions: SessionSpec
     blocks: int
     parity_prompts: int
+    retention: int | None = None
+    budget: int = BLOCK_TOKENS + 128
+    """Tokens a step. With one block and 64 tokens stock's grid of 128 falls on the blocks too, so that arms differ in
+    layout only; with one block and 128 it does not, which is what a server gets by default."""
 
 
 def _sessions(number: int, start_tokens: int, end_tokens: int, new_tokens: int) -> SessionSpec:
@@ -31,7 +40,7 @@ def _sessions(number: int, start_tokens: int, end_tokens: int, new_tokens: int) 
         start_tokens=start_tokens,
         end_tokens=end_tokens,
         new_tokens=new_tokens,
-        output_tokens=24,
+        output_tokens=16,
         system_tokens=1536,
     )
 
@@ -41,7 +50,7 @@ CASES = {
         "arms",
         "two sessions of 2K to 16K tokens in a pool that holds them in every layout",
         ARMS,
-        _sessions(2, 2048, 16384, 1280),
+        _sessions(2, 2048, 16384, 1152),
         blocks=360,
         parity_prompts=32,
     ),
@@ -60,6 +69,8 @@ CASES = {
         _sessions(8, 8192, 12288, 512),
         blocks=470,
         parity_prompts=0,
+        retention=0,
+        budget=BLOCK_TOKENS + 64,
     ),
     "fit": DemoCase(
         "fit",
@@ -68,5 +79,7 @@ CASES = {
         _sessions(4, 8192, 12288, 512),
         blocks=470,
         parity_prompts=0,
+        retention=0,
+        budget=BLOCK_TOKENS + 64,
     ),
 }

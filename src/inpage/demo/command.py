@@ -62,14 +62,15 @@ class ArmBar:
 
 
 def server_arguments(case: DemoCase) -> list[str]:
-    """The flags that all arms share; a token budget of one block and room for the decodes."""
+    """The flags that all arms share."""
     return [
         "--enforce-eager",
         *("--max-model-len", str(MAX_MODEL_LEN)),
         *("--max-num-seqs", str(SEQUENCES)),
-        *("--max-num-batched-tokens", str(BLOCK_TOKENS + 128)),
+        *("--max-num-batched-tokens", str(case.budget)),
         *("--num-gpu-blocks-override", str(case.blocks)),
         *("--mamba-ssm-cache-dtype", "float32"),
+        *(() if case.retention is None else ("--prefix-cache-retention-interval", str(case.retention))),
     ]
 
 

@@ -96,11 +96,16 @@ class ServerProcess:
 
     def stop(self) -> None:
         """Ask politely, so that the last counters are logged; then end the whole process group."""
+        deadline = time.monotonic() + 20
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=20)
         with suppress(ProcessLookupError):
+            # The workers log their last counters after the server itself has gone.
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.1)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 

@@ -1,13 +1,17 @@
 """Is in-page wanted, and is the configuration one that it covers?
 
-Asked for with `INPAGE=1` (anywhere but Gaudi) together with prefix caching; without it nothing of vLLM is
-touched. What is asked for but not covered is refused before anything starts, with one sentence.
+Asked for together with prefix caching: with `VLLM_COMPACT_GDN=1` on Gaudi, with `INPAGE=1` anywhere else; without
+that nothing of vLLM is touched. `INPAGE=0` turns it off everywhere. What is asked for but not covered is refused
+before anything starts, with one sentence.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
+from collections.abc import Callable
+from logging import Logger
 from typing import TYPE_CHECKING
 
 from inpage.errors import ConfigError
@@ -16,17 +20,47 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SWITCH = "INPAGE"
+GAUDI_SWITCH = "VLLM_COMPACT_GDN"
+"""vllm-gaudi's own variable for GDN states in slots; set to 1 by the user, it asks for in-page on Gaudi."""
+DECODE_PAD_SWITCH = "INPAGE_HYBRID_DECODE_PAD"
 CPU_WORKER = "inpage.engines.cpu.InPageCPUWorker"
+GAUDI_WORKER = "inpage.engines.gaudi.InPageHPUWorker"
+DECODE_PAD_WORKER = "inpage.engines.gaudi.DecodePadHPUWorker"
 GDN_LAYER = "linear_attention"
 """How Qwen3-Next and Qwen3.5 configurations name a Gated DeltaNet layer in `layer_types`."""
 
 
+def on_gaudi() -> bool:
+    """Whether vllm-gaudi is installed here; nothing is imported to find out."""
+    return importlib.util.find_spec("vllm_gaudi") is not None
+
+
+def switch() -> str:
+    """What a user sets to ask for in-page here, and unsets to be rid of it."""
+    return f"{GAUDI_SWITCH}=1" if on_gaudi() else f"{SWITCH}=1"
+
+
 def wanted() -> bool:
     """Whether the user asked for in-page; raises `ConfigError` for a value that is neither on nor off."""
-    value = os.environ.get(SWITCH, "")
+    value = _flag(SWITCH)
+    if not on_gaudi():
+        return value == "1"
+    asked = os.environ.get(GAUDI_SWITCH, "").strip().lower() in ("1", "true")  # as vllm-gaudi reads it
+    if value == "1" and not asked:
+        raise ConfigError(f"{SWITCH}=1 does not ask for in-page on Gaudi: set {GAUDI_SWITCH}=1 instead")
+    return asked and value != "0"
+
+
+def decode_pad_wanted() -> bool:
+    """Whether the user asked for the fix of decode padding alone (Gaudi; in-page brings it along)."""
+    return _flag(DECODE_PAD_SWITCH) == "1"
+
+
+def _flag(name: str) -> str:
+    value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
-        raise ConfigError(f"{SWITCH}={value!r} is neither on nor off: set {SWITCH}=1 or unset it")
-    return value == "1"
+        raise ConfigError(f"{name}={value!r} is neither on nor off: set {name}=1 or unset it")
+    return value
 
 
 def why_not(config: VllmConfig) -> str | None:
@@ -80,25 +114,26 @@ def refuse_uncovered(config: VllmConfig) -> None:
     )
     for applies, reason in reasons:
         if applies:
-            raise ConfigError(f"{reason}. Change the flag, or serve without {SWITCH}.")
+            raise ConfigError(f"{reason}. Change the flag, or serve without {switch()}.")
 
 
-class StatsInterval:
-    """Says when a line of counters is due: after the engine's stat interval, and only when something changed."""
+class StatsLog:
+    """Logs a line of counters after each of the engine's stat intervals in which something changed."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, logger: Logger, who: str, seconds: float) -> None:
+        self._logger = logger
+        self._who = who
         self._seconds = seconds
-        self._last_time = time.monotonic()
+        self._next = time.monotonic() + seconds
         self._last_line = ""
 
-    def due(self, line: str) -> bool:
-        """Whether to log this line now."""
+    def log(self, line: Callable[[], str], at_shutdown: bool = False) -> None:
+        """Log the line if it is due; called every step, so it is made only then."""
         now = time.monotonic()
-        if now - self._last_time < self._seconds or line == self._last_line:
-            return False
-        self._last_time, self._last_line = now, line
-        return True
-
-    def changed(self, line: str) -> bool:
-        """Whether the line says something that has not been logged yet."""
-        return line != self._last_line
+        if not at_shutdown and now < self._next:
+            return
+        self._next = now + self._seconds
+        text = line()
+        if text != self._last_line:
+            self._last_line = text
+            self._logger.info("inpage %s%s: %s", self._who, ", at shutdown" if at_shutdown else "", text)

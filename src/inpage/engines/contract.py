@@ -139,7 +139,7 @@ def enforce(package: str, findings: Iterable[Finding]) -> None:
     if missing:
         raise ContractError(
             f"this {package} is not one that inpage can work with: {'; '.join(missing)}. "
-            "Install a release that inpage names in its documentation, or serve without INPAGE."
+            "Install a release that inpage names in its documentation, or serve without inpage."
         )
     unknown = [f"{finding.symbol} (source {finding.found_hash})" for finding in findings]
     if unknown and os.environ.get(ACCEPT_UNVERIFIED) != "1":
@@ -234,3 +234,52 @@ CPU_WORKER = (
     Symbol("v1/kv_cache_interface.py", "KVCacheConfig", ("num_blocks", "kv_cache_groups")),
 )
 """What the CPU engine uses on top."""
+
+_RUNNER, _WORKER = "v1/worker/hpu_model_runner.py", "v1/worker/hpu_worker.py"
+
+GAUDI_DECODE_PAD = (
+    Symbol("platform.py", "HpuPlatform.check_and_update_config", ("vllm_config",)),
+    Symbol(_WORKER, "HPUWorker.init_device"),
+    Symbol(_WORKER, "HPUWorker.load_model", ("vllm_config",)),
+    Symbol(_RUNNER, "HPUModelRunner.initialize_kv_cache", ("kv_cache_config",)),
+    # Where the pad ids are used: block lists, block numbers and slots, all in kernel blocks.
+    Symbol(_RUNNER, "HPUModelRunner.get_habana_paged_attn_buffers"),
+    Symbol(_RUNNER, "HPUModelRunner._create_decode_input_data"),
+    Symbol(
+        _RUNNER,
+        "HPUModelRunner",
+        ("_PAD_BLOCK_ID", "_PAD_SLOT_ID", "attn_block_size", "num_mamba_like_layers", "kv_cache_config"),
+    ),
+)
+"""What the decode padding fix uses of vllm-gaudi."""
+
+GAUDI_WORKER = (
+    *GAUDI_DECODE_PAD,
+    Symbol(
+        "v1/core/sched/hpu_async_scheduler.py",
+        "HPUAsyncScheduler._mamba_block_aligned_split",
+        ("request", "num_new_tokens"),
+    ),
+    Symbol(_WORKER, "HPUWorker.sleep"),
+    Symbol(_WORKER, "HPUWorker.shutdown"),
+    Symbol(_RUNNER, "HPUModelRunner.__init__", ("vllm_config",)),
+    Symbol(_RUNNER, "HPUModelRunner._update_states", ("scheduler_output",)),
+    Symbol(_RUNNER, "HPUModelRunner.execute_model", ("scheduler_output", "warmup_mode")),
+    Symbol(_RUNNER, "HPUModelRunner.sample_tokens", ("grammar_output",)),
+    Symbol(_RUNNER, "HPUModelRunner.prepare_mamba_state_idxs", ("req_indices",)),
+    Symbol(
+        _RUNNER,
+        "HPUModelRunner",
+        (
+            "_compact_gdn_group_ids",
+            "_compact_gdn_group_offset",
+            "_gdn_max_reqs",
+            "_gdn_req_to_base_slot",
+            "_gdn_slot_free_list",
+            "_num_gdn_groups",
+            "requests",
+            "use_prefix_caching",
+        ),
+    ),
+)
+"""What the Gaudi engine uses of vllm-gaudi."""

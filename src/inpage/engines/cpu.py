@@ -15,7 +15,7 @@ from block to block: here it lives in a slot, and the block's page holds a check
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,15 +27,14 @@ from vllm.logger import init_logger
 from vllm.v1.worker import mamba_utils
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from inpage.engines.activation import StatsInterval
-from inpage.engines.scheduler import group_ids
+from inpage.engines.activation import StatsLog
+from inpage.engines.scheduler import geometry_of, group_ids, step_facts
 from inpage.errors import ConfigError, StateError
-from inpage.layout.geometry import Geometry, state_bytes
 from inpage.layout.pool import printed_tokens
 from inpage.state.ledger import Ledger
 from inpage.state.mover import Mover
 from inpage.state.pages import WORD, LayerStates, PageStore, rows_of_words
-from inpage.state.plan import Run, Start, StepFacts
+from inpage.state.plan import Run
 from inpage.state.slots import SlotTable
 
 logger = init_logger("vllm.inpage.worker")
@@ -100,7 +99,7 @@ class InPageCPUModelRunner(CPUModelRunner):
             Ledger(kv_cache_config.num_blocks),
             PageStore(layers, [[pages] for pages in pages_at.values()]),
         )
-        self._interval = StatsInterval(envs.VLLM_LOG_STATS_INTERVAL)
+        self._stats = StatsLog(logger, "worker", envs.VLLM_LOG_STATS_INTERVAL)
         self._log_start(kv_cache_config, slots * sum(layer.words * WORD for layer in layers))
         return kv_caches
 
@@ -181,13 +180,8 @@ class InPageCPUModelRunner(CPUModelRunner):
     # ------------------------------------------------------------------ counters
     def log_counters(self, at_shutdown: bool = False) -> None:
         """One line of running totals, when it is due; rank 0 speaks for all."""
-        if self.mover is None or get_tensor_model_parallel_rank() != 0:
-            return
-        line = self.mover.counters.line()
-        if at_shutdown and self._interval.changed(line):
-            logger.info("inpage worker, at shutdown: %s", line)
-        elif not at_shutdown and self._interval.due(line):
-            logger.info("inpage worker: %s", line)
+        if self.mover is not None and get_tensor_model_parallel_rank() == 0:
+            self._stats.log(self.mover.counters.line, at_shutdown)
 
 
 def page_view(cache: torch.Tensor, num_blocks: int, spec: Any) -> torch.Tensor:
@@ -206,45 +200,6 @@ def page_view(cache: torch.Tensor, num_blocks: int, spec: Any) -> torch.Tensor:
     words = spec.page_size_bytes // WORD
     storage = cache.untyped_storage()
     return torch.empty(0, dtype=torch.int32).set_(storage, first, (num_blocks, words), (block_stride // WORD, 1))
-
-
-def geometry_of(kv_cache_config: Any) -> Geometry:
-    """The pool's geometry, read off vLLM's own specs."""
-    (attention,), state = group_ids(kv_cache_config)
-    groups = kv_cache_config.kv_cache_groups
-    spec, state_spec = groups[attention].kv_cache_spec, groups[state[0]].kv_cache_spec
-    return Geometry(
-        state_bytes=state_bytes(state_spec.shapes, (dtype.itemsize for dtype in state_spec.dtypes)),
-        kv_bytes_per_token=spec.page_size_bytes // spec.block_size,
-        block_tokens=spec.block_size,
-        attention_layers=len(groups[attention].layer_names),
-        gdn_layers=sum(len(groups[group].layer_names) for group in state),
-    )
-
-
-def step_facts(output: Any, state_groups: Sequence[int]) -> StepFacts:
-    """A scheduler output as facts: block tables of the GDN groups only."""
-    cached = output.scheduled_cached_reqs
-    resumed = [request for request in cached.req_ids if request in cached.resumed_req_ids]
-    starts = [
-        Start(new.req_id, new.num_computed_tokens, [new.block_ids[group] for group in state_groups])
-        for new in output.scheduled_new_reqs
-    ]
-    grown: list[int] = []
-    for index, request in enumerate(cached.req_ids):
-        tables = cached.new_block_ids[index]
-        if request in cached.resumed_req_ids:
-            starts.append(Start(request, cached.num_computed_tokens[index], [tables[group] for group in state_groups]))
-        elif tables is not None:
-            grown += [block for group in state_groups for block in tables[group] if block]
-    return StepFacts(
-        finished=output.finished_req_ids,
-        preempted=output.preempted_req_ids or (),
-        resumed=resumed,
-        starts=starts,
-        new_attention_blocks=output.new_block_ids_to_zero or (),
-        new_state_blocks=grown,
-    )
 
 
 def point_at_slots(metadata: Any, slots: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from inpage.engines.activation import wanted
+from inpage.engines.activation import decode_pad_wanted, on_gaudi, wanted
 
 
 def platform() -> str | None:
@@ -22,12 +22,29 @@ def platform() -> str | None:
 
 
 def register() -> None:
-    """`vllm.general_plugins`: runs in every vLLM process; hooks the scheduler where in-page is asked for."""
-    if not wanted():
-        return
-    from inpage.engines import contract
+    """`vllm.general_plugins`: runs in every vLLM process; hooks the scheduler where in-page is asked for.
 
-    contract.verify("vllm", contract.SCHEDULER)
-    from inpage.engines import scheduler
+    On Gaudi it also has the platform choose the worker, in-page's or the one that only pads decodes rightly. There
+    the sources are checked with the configuration, because the switch alone does not ask for in-page.
+    """
+    in_page = wanted()
+    if in_page:
+        if not on_gaudi():
+            from inpage.engines import contract
 
-    scheduler.install()
+            contract.verify("vllm", contract.SCHEDULER)
+        from inpage.engines import scheduler
+
+        scheduler.install()
+    if on_gaudi() and (in_page or decode_pad_wanted()):
+        from inpage.engines import gaudi_platform
+
+        gaudi_platform.install(in_page=in_page, decode_pad=decode_pad_wanted())
+
+
+def register_decode_pad() -> None:
+    """`vllm.general_plugins` of the fix `hybrid-decode-pad`: being installed is being asked for."""
+    if on_gaudi():
+        from inpage.engines import gaudi_platform
+
+        gaudi_platform.install(decode_pad=True)

@@ -4,7 +4,9 @@ Two things are put right on every scheduler, whichever class it is of:
 
 - **Grid.** `_mamba_block_aligned_split` ends prefill chunks on multiples of `cache_config.block_size`, but
   that value is reset on some platforms after the pool was built (Gaudi and CPU, once EngineCore is a
-  process of its own). The grid is the scheduler's own `block_size`, which is the pool's.
+  process of its own). The grid is the scheduler's own `block_size`, which is the pool's. A subclass that splits
+  by another grid (vllm-gaudi's async scheduler, from v0.30.0 on) only gets to see what vLLM's split has left, so
+  that a chunk which reaches a boundary ends on it.
 - **Rule 4.** vLLM publishes a block's hash when it schedules the step that will fill it. If the request is
   preempted within the same `schedule()` call, the block is never filled, yet can be found. A match counts
   only when its blocks are in `WrittenBlocks`:
@@ -20,7 +22,7 @@ Two things are put right on every scheduler, whichever class it is of:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +31,15 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from inpage.engines.activation import CPU_WORKER, SWITCH, StatsInterval, why_not
+from inpage.engines.activation import CPU_WORKER, GAUDI_WORKER, StatsLog, switch, why_not
 from inpage.errors import ConfigError, StateError
+from inpage.layout.geometry import Geometry, state_bytes
+from inpage.state.plan import Start, StepFacts
 from inpage.state.written import WrittenBlocks
 
 logger = init_logger("vllm.inpage.scheduler")
 
-WORKERS = (CPU_WORKER,)
+WORKERS = (CPU_WORKER, GAUDI_WORKER)
 """The worker classes that keep states in pages."""
 
 
@@ -78,6 +82,45 @@ def group_ids(kv_cache_config: Any) -> tuple[list[int], list[int]]:
     return attention, state
 
 
+def geometry_of(kv_cache_config: Any) -> Geometry:
+    """The pool's geometry, read off vLLM's own specs."""
+    (attention,), state = group_ids(kv_cache_config)
+    groups = kv_cache_config.kv_cache_groups
+    spec, state_spec = groups[attention].kv_cache_spec, groups[state[0]].kv_cache_spec
+    return Geometry(
+        state_bytes=state_bytes(state_spec.shapes, (dtype.itemsize for dtype in state_spec.dtypes)),
+        kv_bytes_per_token=spec.page_size_bytes // spec.block_size,
+        block_tokens=spec.block_size,
+        attention_layers=len(groups[attention].layer_names),
+        gdn_layers=sum(len(groups[group].layer_names) for group in state),
+    )
+
+
+def step_facts(output: Any, state_groups: Sequence[int]) -> StepFacts:
+    """A scheduler output as facts: block tables of the GDN groups only."""
+    cached = output.scheduled_cached_reqs
+    resumed = [request for request in cached.req_ids if request in cached.resumed_req_ids]
+    starts = [
+        Start(new.req_id, new.num_computed_tokens, [new.block_ids[group] for group in state_groups])
+        for new in output.scheduled_new_reqs
+    ]
+    grown: list[int] = []
+    for index, request in enumerate(cached.req_ids):
+        tables = cached.new_block_ids[index]
+        if request in cached.resumed_req_ids:
+            starts.append(Start(request, cached.num_computed_tokens[index], [tables[group] for group in state_groups]))
+        elif tables is not None:
+            grown += [block for group in state_groups for block in tables[group] if block]
+    return StepFacts(
+        finished=output.finished_req_ids,
+        preempted=output.preempted_req_ids or (),
+        resumed=resumed,
+        starts=starts,
+        new_attention_blocks=output.new_block_ids_to_zero or (),
+        new_state_blocks=grown,
+    )
+
+
 class SchedulerSide:
     """Attached to one scheduler; replaces methods on the instance, so that any subclass is reached."""
 
@@ -94,7 +137,7 @@ class SchedulerSide:
             )
         self.written = WrittenBlocks(self.block_tokens)
         self.counters = SchedulerCounters()
-        self._interval = StatsInterval(envs.VLLM_LOG_STATS_INTERVAL)
+        self._stats = StatsLog(logger, "scheduler", envs.VLLM_LOG_STATS_INTERVAL)
         self._counted: set[str] = set()
         self._attach()
 
@@ -127,7 +170,15 @@ class SchedulerSide:
                 self.block_tokens,
             )
             config.block_size = self.block_tokens
-        return original(*args, **kwargs)
+        if type(self.scheduler)._mamba_block_aligned_split is Scheduler._mamba_block_aligned_split:
+            return original(*args, **kwargs)
+        return self._split_twice(original, *args, **kwargs)
+
+    def _split_twice(
+        self, original: Callable[..., int], request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        tokens = Scheduler._mamba_block_aligned_split(self.scheduler, request, num_new_tokens, *args, **kwargs)
+        return original(request, tokens, *args, **kwargs)
 
     # ------------------------------------------------------------------ rule 4
     def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,9 +198,7 @@ class SchedulerSide:
                 )
         for request in output.scheduled_new_reqs:
             self.counters.below_block += len(request.prompt_token_ids or ()) <= self.block_tokens
-        line = self.counters.line()
-        if self._interval.due(line):
-            logger.info("inpage scheduler: %s", line)
+        self._stats.log(self.counters.line)
         return output
 
     def _get_new_blocks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -181,9 +230,7 @@ class SchedulerSide:
         return result
 
     def _shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        line = self.counters.line()
-        if self._interval.changed(line):
-            logger.info("inpage scheduler, at shutdown: %s", line)
+        self._stats.log(self.counters.line, at_shutdown=True)
         return original(*args, **kwargs)
 
 
@@ -201,8 +248,8 @@ def install() -> None:
         worker = self.vllm_config.parallel_config.worker_cls
         if worker not in WORKERS:
             raise ConfigError(
-                f"{SWITCH}=1, but the worker is {worker}, which keeps no states in the pages: the in-page platform was "
-                f"not loaded (is VLLM_TARGET_DEVICE or VLLM_PLUGINS set?). Unset it, or serve without {SWITCH}."
+                f"{switch()}, but the worker is {worker}, which keeps no states in the pages: the in-page platform "
+                f"was not loaded (is VLLM_TARGET_DEVICE or VLLM_PLUGINS set?). Unset it, or serve without {switch()}."
             )
         SchedulerSide(self)
 

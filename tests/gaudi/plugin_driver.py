@@ -1,0 +1,331 @@
+"""Runs one scenario on the real vllm-gaudi and writes what came out as JSON; the device is emulated.
+
+`python plugin_driver.py SCENARIO MODEL OUT [JSON of options]`: a process of its own, because an engine holds global
+state and its environment is read at import. `INPAGE_TEST_BREAK` names a rule to break (a mutant): vLLM's processes
+import this file when they are spawned, so the break reaches all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+BLOCK = 384
+ENGINE = {
+    "max_model_len": 4096,
+    "enforce_eager": True,
+    "dtype": "bfloat16",
+    "seed": 0,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 1024,
+    "enable_prefix_caching": True,
+    "mamba_ssm_cache_dtype": "float32",
+    "num_gpu_blocks_override": 64,
+}
+LENGTHS = (1500, 900, 1160, 2000, 1536, 769)
+
+
+class Engine:
+    """`vllm.LLM` with short words."""
+
+    started: ClassVar[list[Engine]] = []
+
+    def __init__(self, model: str, **options: Any) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(model=model, **{**ENGINE, **options})
+        self.random = random.Random(0)
+        Engine.started.append(self)
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def runner(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(250) for _ in range(count)]
+
+    def generate(self, prompts: list[list[int]], output: int = 8, salt: str | None = None) -> list[dict[str, Any]]:
+        """Token ids, their logprobs and the cached tokens of each prompt, run together."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=output, logprobs=3, ignore_eos=True, detokenize=False)
+        inputs = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
+        return [
+            {
+                "tokens": list(answer.outputs[0].token_ids),
+                "logprobs": [sorted((k, v.logprob) for k, v in d.items()) for d in answer.outputs[0].logprobs],
+                "cached": answer.num_cached_tokens,
+            }
+            for answer in self.llm.generate(inputs, params, use_tqdm=False)
+        ]
+
+    def one(self, prompt: list[int], output: int = 8, salt: str | None = None) -> dict[str, Any]:
+        return self.generate([prompt], output, salt)[0]
+
+    def hit_against_cold(self, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
+        """Every prompt and its extension cold; then an unrelated request; then both as hits."""
+        rows = []
+        for length in lengths:
+            prompt, salt = self.tokens(length), str(self.random.random())
+            cold = self.one(prompt, salt=f"{salt} cold")
+            extension = prompt + cold["tokens"] + self.tokens(200)
+            cold_extension = self.one(extension, salt=f"{salt} extension")
+            self.one(prompt, salt=salt)
+            self.one(self.tokens(800))
+            for kind, asked, reference in (("same", prompt, cold), ("extension", extension, cold_extension)):
+                hit = self.one(asked, salt=salt)
+                rows.append({"length": length, "kind": kind, "cold": reference["cached"], **compare(reference, hit)})
+        return rows
+
+
+def compare(cold: dict[str, Any], hit: dict[str, Any]) -> dict[str, Any]:
+    """How a hit differs from cold; `drift` is the largest difference of a logprob of the same token, None for NaN."""
+    pairs = [
+        abs(a - dict(theirs)[token])
+        for mine, theirs in zip(cold["logprobs"], hit["logprobs"], strict=True)
+        for token, a in mine
+        if token in dict(theirs)
+    ]
+    drift = max(pairs, default=0.0)
+    return {
+        "hit": hit["cached"],
+        "equal": cold["tokens"] == hit["tokens"] and cold["logprobs"] == hit["logprobs"],
+        "drift": drift if drift == drift and all(p == p for p in pairs) else None,
+    }
+
+
+def parity(model: str, options: dict[str, Any]) -> Any:
+    """Hit against cold."""
+    lengths = tuple(options.pop("lengths", LENGTHS))
+    engine = Engine(model, **options)
+    import inpage
+
+    try:
+        return {"rows": engine.hit_against_cold(lengths), "inpage": inpage.__file__}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+@contextmanager
+def mutated(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """One rule broken for the time of a `with` block."""
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
+def mutants(model: str, options: dict[str, Any]) -> Any:
+    """Break one rule after the other on a running engine: how many of six hits still equal cold?"""
+    engine = Engine(model, **{"num_gpu_blocks_override": 40} | options)
+    store = engine.runner.mover.store
+
+    def hits() -> int:
+        return sum(row["equal"] for row in engine.hit_against_cold((1500, 900, 2000)))
+
+    def hits_on_nan_pages() -> int:
+        """The same, with every free page full of NaN when it is handed out."""
+        engine.llm.reset_prefix_cache()
+        for pages in store.attention_pages:
+            for part in pages:
+                part.fill_(-1)
+        return hits()
+
+    result = {"unbroken": hits(), "unbroken, pages full of NaN": hits_on_nan_pages()}
+    with mutated(store, "save", lambda slot, blocks: 0):
+        result["no save"] = hits()
+    with mutated(store, "restore", lambda slot, blocks: 0):
+        result["no restore"] = hits()
+    with mutated(store, "zero_pages", lambda blocks: None):
+        result["no zeroing"] = hits_on_nan_pages()
+    return result
+
+
+def break_rule(name: str) -> None:
+    """Break a rule in this process, before an engine is made."""
+    import dataclasses
+
+    from inpage.engines import gaudi, scheduler
+
+    if name == "no grid fix":
+        scheduler.SchedulerSide._split = lambda self, original, *args, **kwargs: original(*args, **kwargs)
+    elif name == "no pad fix":
+        gaudi.pad_block_id = lambda config, num_blocks, kernel_block_tokens: num_blocks
+    elif name == "no hand-back":
+        facts = gaudi.step_facts
+        gaudi.step_facts = lambda *args: dataclasses.replace(facts(*args), preempted=(), resumed=())
+    else:
+        raise SystemExit(f"no rule to break is called {name!r}")
+
+
+def preemption(model: str, options: dict[str, Any]) -> Any:
+    """Two requests fill a small pool; a more urgent one takes the place of one of them, which comes back."""
+    from vllm import SamplingParams
+
+    options = {
+        "max_num_seqs": 2,
+        "num_gpu_blocks_override": 13,
+        "scheduling_policy": "priority",
+        "max_model_len": 1536,
+    } | options
+    engine = Engine(model, **options)
+    scheduler, llm_engine = engine.core.scheduler, engine.llm.llm_engine
+    preempted: list[str] = []
+    original = scheduler._preempt_request
+
+    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id.rsplit("-", 1)[0])
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = count
+
+    def parameters(output: int) -> Any:
+        return SamplingParams(temperature=0, max_tokens=output, logprobs=1, ignore_eos=True, detokenize=False)
+
+    prompts = {"a": engine.tokens(1100), "b": engine.tokens(700), "c": engine.tokens(60)}
+    finished: dict[str, Any] = {}
+
+    def step() -> None:
+        for output in llm_engine.step():
+            if output.finished:
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+
+    try:
+        llm_engine.add_request("a", {"prompt_token_ids": prompts["a"]}, parameters(300), priority=5)
+        llm_engine.add_request("b", {"prompt_token_ids": prompts["b"]}, parameters(500), priority=6)
+        for _ in range(6):
+            step()
+        llm_engine.add_request("c", {"prompt_token_ids": prompts["c"]}, parameters(20), priority=0)
+        steps = 0
+        while llm_engine.has_unfinished_requests() and steps < 2000:
+            step()
+            steps += 1
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "preempted": preempted}
+    result = {"preempted": preempted, "finished": {name: len(tokens) for name, tokens in finished.items()}}
+    mover = getattr(engine.runner, "mover", None)
+    if mover is not None:
+        engine.one(engine.tokens(5), 1)  # the step after it hands the last slots back
+        mover.check_integrity()
+        result |= {"held": len(mover.slots.held), "counters": vars(mover.counters)}
+    return result
+
+
+def decode_padding(model: str, options: dict[str, Any]) -> Any:
+    """Three decodes padded to four: which bytes of the pool change beside the rows the step computes?"""
+    engine = Engine(model, **{"enable_prefix_caching": False} | options)
+    runner = engine.runner
+    attention = next(g for g in runner.kv_cache_config.kv_cache_groups if hasattr(g.kv_cache_spec, "num_kv_heads"))
+    group = runner.kv_cache_config.kv_cache_groups.index(attention)
+    layer = runner.vllm_config.compilation_config.static_forward_context[attention.layer_names[0]]
+    key = layer.kv_cache[0]
+    pool_rows = runner.kv_cache_config.num_blocks * BLOCK
+    original = runner.sample_tokens
+    strays: list[list[int]] = []
+
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        before = key.clone()
+        expected = set()
+        for request_id, tokens in (
+            runner.scheduler_output.num_scheduled_tokens if runner.scheduler_output else {}
+        ).items():
+            request = runner.requests[request_id]
+            for position in range(request.num_computed_tokens, request.num_computed_tokens + tokens):
+                expected.add(request.block_ids[group][position // BLOCK] * BLOCK + position % BLOCK)
+        decodes = bool(runner.scheduler_output) and set(runner.scheduler_output.num_scheduled_tokens.values()) == {1}
+        result = original(*args, **kwargs)
+        changed = (before != key).flatten(1).any(1).nonzero().flatten().tolist()
+        owned = {block for request in runner.requests.values() for block in request.block_ids[group]}
+        if decodes and runner.input_batch.num_reqs == 3:
+            strays.append([r for r in changed if r < pool_rows and r not in expected and r // BLOCK in owned])
+        return result
+
+    runner.sample_tokens = sample_tokens
+    engine.generate([engine.tokens(n) for n in (1600, 1700, 1800)], 16)
+    return {
+        "pad block": runner._PAD_BLOCK_ID,
+        "steps": len(strays),
+        "steps with strays": sum(bool(s) for s in strays),
+        "rows": sorted({row for stray in strays for row in stray}),
+        "runner": type(runner).__name__,
+    }
+
+
+def pool(model: str, options: dict[str, Any]) -> Any:
+    """How many blocks the same memory gives, and what vLLM prints."""
+    engine = Engine(model, **{"num_gpu_blocks_override": None} | options)
+    runner = engine.runner
+    config = runner.kv_cache_config
+    sizes = {tensor.size for tensor in config.kv_cache_tensors}
+    return {"num_blocks": config.num_blocks, "tensor bytes": sorted(sizes), "tensors": len(config.kv_cache_tensors)}
+
+
+def refusals(model: str, options: dict[str, Any]) -> Any:
+    """Configurations that are not covered, refused while the configuration is made: no engine starts."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        config = EngineArgs(model=model, **{**ENGINE, **options}).create_engine_config()
+        return {"worker": config.parallel_config.worker_cls}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def stops(model: str, options: dict[str, Any]) -> Any:
+    """What must not be served, forced on a running engine."""
+    fault = options.pop("fault")
+    engine = Engine(model, **options)
+    prompt = engine.tokens(1500)
+    engine.one(prompt)
+    original = engine.core.scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        for new in output.scheduled_new_reqs:
+            if fault == "off the grid":
+                new.num_computed_tokens -= 17
+            index = new.num_computed_tokens // BLOCK - 1
+            table = new.block_ids[engine.runner._state_groups[0]]
+            if fault == "null block":
+                table[index] = 0
+            elif fault == "foreign page":
+                table[index] = new.block_ids[-1 if engine.runner._state_groups[0] == 0 else 0][0]
+        return output
+
+    engine.core.scheduler.schedule = schedule
+    try:
+        engine.one(prompt)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": None}
+
+
+SCENARIOS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
+    f.__name__: f for f in (parity, mutants, preemption, decode_padding, pool, refusals, stops)
+}
+
+
+def main() -> None:
+    scenario, model, out = sys.argv[1:4]
+    options = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    Path(out).write_text(json.dumps(SCENARIOS[scenario](model, options)))
+    sys.stdout.flush()
+    os._exit(0) if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else None
+
+
+if os.environ.get("INPAGE_TEST_BREAK"):
+    break_rule(os.environ["INPAGE_TEST_BREAK"])
+
+if __name__ == "__main__":
+    main()
