@@ -33,7 +33,7 @@ PLUGIN_ENVIRONMENT = {
     "VLLM_SKIP_WARMUP": "true",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-TIMEOUT_S = 300
+TIMEOUT_S = 540
 
 sys.path.insert(0, str(HERE.parent / "engines"))  # scheduler_double.py: the real scheduler without a model
 

@@ -216,7 +216,7 @@ def preemption(model: str, options: dict[str, Any]) -> Any:
     result = {"preempted": preempted, "finished": {name: len(tokens) for name, tokens in finished.items()}}
     mover = getattr(engine.runner, "mover", None)
     if mover is not None:
-        engine.one(engine.tokens(5), 1)  # the step after it hands the last slots back
+        engine.one(engine.tokens(5), 1)  # its first step hands the others' slots back
         mover.check_integrity()
         result |= {"held": len(mover.slots.held), "counters": vars(mover.counters)}
     return result

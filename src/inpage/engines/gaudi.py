@@ -70,6 +70,9 @@ def pad_block_id(kv_cache_config: Any, num_blocks: int, kernel_block_tokens: int
 class DecodePadModelRunner(hpu_model_runner.HPUModelRunner):
     """vllm-gaudi's runner with decodes padded outside the pool (the fix hybrid-decode-pad)."""
 
+    _PAD_BLOCK_ID: int
+    _PAD_SLOT_ID: int
+
     def initialize_kv_cache(self, kv_cache_config: Any) -> None:
         """As vllm-gaudi's; then the pad ids of a hybrid are put past the pool."""
         super().initialize_kv_cache(kv_cache_config)

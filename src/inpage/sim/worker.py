@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from inpage.engines.cpu import step_facts
+from inpage.engines.scheduler import step_facts
 from inpage.sim.folds import MODULUS, POWERS, Transcript, sampled_token
 from inpage.sim.oracle import OracleMismatch, attention_mismatch, check_slot
 from inpage.sim.store import POISON, ZEROS, SymbolStore
