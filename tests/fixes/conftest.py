@@ -59,6 +59,7 @@ def write_package(root: Path, symbols: tuple[contract.Symbol, ...]) -> None:
 @pytest.fixture
 def image(tmp_path: Path, apply_all: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Path:
     """site-packages of v0.26.0, whose sources are the known ones."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the script puts its target in front
     site_packages = tmp_path / "site-packages"
     known = {}
     for package, release, symbols in (

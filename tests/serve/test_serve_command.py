@@ -64,6 +64,12 @@ def test_native_and_off_leave_in_page_off(model):
     assert "--max-num-batched-tokens" not in off
 
 
+def test_on_gaudi_the_switch_is_vllm_gaudis_own(model, monkeypatch):
+    monkeypatch.setattr("inpage.serve.command.on_gaudi", lambda: True)
+    assert build(model, [], "in-page").environment == {"VLLM_COMPACT_GDN": "1"}
+    assert build(model, [], "native").environment == {"INPAGE": "0"}
+
+
 def test_per_block_cuts_the_pool_to_what_state_tensors_would_leave(model):
     # A page of 256 tokens of 128 bytes is 32,768 bytes, a state 17,536: of 470 blocks 470 * 32768 // 50304 are left.
     assert flags(model, "per-block", "--num-gpu-blocks-override", "470")["--num-gpu-blocks-override"] == "306"

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from inpage.engines.activation import SWITCH
+from inpage.engines.activation import GAUDI_SWITCH, SWITCH, on_gaudi
 from inpage.errors import ConfigError
 from inpage.layout.geometry import Geometry
 from inpage.layout.model import ModelShape
@@ -77,7 +77,8 @@ def build(model: str, arguments: list[str], layout: str) -> Launch:
     elif layout == "per-block":
         raise ConfigError(f"--layout per-block computes the pool from config.json, and {model} has none here")
     command = (sys.executable, "-m", SERVER, "--model", model, *given)
-    return Launch(command, {SWITCH: "1" if layout == "in-page" else "0"}, tuple(added))
+    environment = {SWITCH: "0"} if layout != "in-page" else {GAUDI_SWITCH if on_gaudi() else SWITCH: "1"}
+    return Launch(command, environment, tuple(added))
 
 
 def read_shape(model: str, given: ServerArguments) -> ModelShape | None:

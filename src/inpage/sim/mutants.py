@@ -37,7 +37,7 @@ class Mutant:
         try:
             yield
         finally:
-            mover_module.plan_before = plan_before  # type: ignore[attr-defined]
+            vars(mover_module).update(plan_before=plan_before)
 
 
 MUTANTS: dict[str, Mutant] = {}
@@ -58,7 +58,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 def _plan(world: World, change: Callable[[StepFacts, Any], Any]) -> None:
     """Change the moves before the forward pass."""
     world.worker.plan = lambda facts, block_tokens: change(facts, plan_before(facts, block_tokens))
-    mover_module.plan_before = world.worker.plan  # type: ignore[attr-defined]
+    vars(mover_module).update(plan_before=world.worker.plan)
 
 
 # ---------------------------------------------------------------------- rule 1: the running state is in its slot
