@@ -161,7 +161,7 @@ def crowded(model: str, arguments: dict[str, Any]) -> Any:
     result = {"preemptions": preemptions, "answers": answers, "cold": cold, "runner": type(engine.runner).__name__}
     mover = getattr(engine.runner, "mover", None)
     if mover is not None:
-        engine.one(engine.tokens(5), 1)  # the step after it hands the last slots back
+        engine.one(engine.tokens(5), 1)  # its step hands the others' last slots back
         mover.check_integrity()
         result |= {"held": len(mover.slots.held), "counters": vars(mover.counters)}
     return result

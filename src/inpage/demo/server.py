@@ -25,6 +25,8 @@ ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
     # Numerics depend on the thread count; one thread leaves the other core to the client.
     "OMP_NUM_THREADS": "1",
+    # What the servers say of themselves goes into the report.
+    "VLLM_LOGGING_LEVEL": "INFO",
 }
 
 
