@@ -183,15 +183,15 @@ class SchedulerSide:
     # ------------------------------------------------------------------ rule 4
     def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
+        requests, block_tokens = self.scheduler.requests, self.block_tokens
         for request_id, tokens in output.num_scheduled_tokens.items():
             # vLLM has advanced the request already.
-            end = self.scheduler.requests[request_id].num_computed_tokens
-            position = end - tokens
-            if position // self.block_tokens != end // self.block_tokens:
+            end = requests[request_id].num_computed_tokens
+            if end % block_tokens < tokens:
                 tables = self.manager.get_block_ids(request_id)
                 self.written.dispatched(
                     request_id,
-                    position,
+                    end - tokens,
                     tokens,
                     [tables[group] for group in self.attention_groups],
                     [tables[group] for group in self.state_groups],
