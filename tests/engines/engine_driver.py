@@ -167,6 +167,57 @@ def crowded(model: str, arguments: dict[str, Any]) -> Any:
     return result
 
 
+def inside(model: str, arguments: dict[str, Any]) -> Any:
+    """Hits inside a block: prompts around marks, sent again, extended, and parted from. Each against its cold run."""
+    engine = Engine(model, **{"prefix_match_unit": 64, **arguments})
+    rows = []
+
+    def compare(kind: str, first: list[int], then: list[int]) -> None:
+        salt = f"{kind} {engine.random.random()}"
+        cold = engine.one(then, salt=f"cold {salt}")
+        engine.one(first, salt=salt)
+        engine.one(engine.tokens(500))
+        hit = engine.one(then, salt=salt)
+        same = cold["tokens"] == hit["tokens"] and cold["logprobs"] == hit["logprobs"]
+        row = {"kind": kind, "first": len(first), "then": len(then)}
+        rows.append(row | {"cold": cold["cached"], "hit": hit["cached"], "equal": same})
+
+    for length in (63, 64, 65, 128, 200, BLOCK - 1, BLOCK + 63, BLOCK + 65, 1000):
+        prompt = engine.tokens(length)
+        compare("again", prompt, prompt)
+    for length, more in ((65, 30), (200, 100), (200, 900), (1000, 30), (1000, 700)):
+        prompt = engine.tokens(length)
+        compare("extended", prompt, prompt + engine.tokens(more))
+    for length, shared in ((200, 100), (1000, 950), (1000, 970), (700, 650)):
+        prompt = engine.tokens(length)
+        compare("parted", prompt, prompt[:shared] + engine.tokens(200))
+    talk, salt = engine.tokens(150), "talk"
+    for _ in range(6):
+        cold, hit = engine.one(talk, 20, salt=f"cold {len(talk)}"), engine.one(talk, 20, salt=salt)
+        same = cold["tokens"] == hit["tokens"] and cold["logprobs"] == hit["logprobs"]
+        row = {"kind": "talk", "then": len(talk), "cold": cold["cached"], "hit": hit["cached"], "equal": same}
+        rows.append(row)
+        talk = talk + hit["tokens"] + engine.tokens(90)
+    result: dict[str, Any] = {"rows": rows}
+    mover = getattr(engine.runner, "mover", None)
+    if mover is not None:
+        result["counters"] = vars(mover.counters)
+        with mutated(mover.store, "copy_pages", lambda copies: 0):
+            prompt = engine.tokens(200)
+            cold = engine.one(prompt)
+            result["no copy"] = cold["logprobs"] == engine.one(prompt)["logprobs"]
+    return result
+
+
+def refused_pool(model: str, arguments: dict[str, Any]) -> Any:
+    """An engine whose start is refused; the log says why."""
+    try:
+        Engine(model, **arguments)
+        return "started"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 @contextmanager
 def mutated(owner: Any, name: str, replacement: Any) -> Any:
     """One rule broken for the time of a `with` block."""
@@ -258,7 +309,7 @@ def refusals(model: str, arguments: dict[str, Any]) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
-    f.__name__: f for f in (parity, crowded, mutants, untouched, refusals)
+    f.__name__: f for f in (parity, crowded, inside, mutants, untouched, refusals, refused_pool)
 }
 
 

@@ -127,7 +127,7 @@ REFUSED = {
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
         "speculative decoding (--speculative-config) is not covered yet",
     ),
-    "sub-block hits": ({"prefix_match_unit": 64}, "--prefix-match-unit 64 is not covered yet"),
+    "marks off the kernel's chunks": ({"prefix_match_unit": 32}, "--prefix-match-unit 32 is no multiple of 64"),
     "connectors": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         "KV connectors (--kv-transfer-config) are not covered",
@@ -165,7 +165,8 @@ def test_what_is_covered_is_accepted(refusals):
 def test_the_start_line_says_what_a_person_needs(engine_run):
     log = engine_run("parity", INPAGE="1")["log"]
     assert (
-        "in-page layout, block 256 tokens = the shortest prefix that can hit, 60 blocks, pool of 11,170 tokens" in log
+        "in-page layout, block 256 tokens, shortest prefix that can hit 256 tokens, 60 blocks, pool of 11,170 tokens"
+        in log
     )
     assert "retention dense, a checkpoint at every boundary" in log
 

@@ -56,10 +56,10 @@ def test_stock_vllm_gets_the_same_prompts_wrong(model, tmp_path):
 
 
 def test_a_configuration_that_is_not_covered_ends_the_start_with_one_sentence(model, tmp_path):
-    arguments = [*server_arguments(CASES["quick"]), "--prefix-match-unit", "64"]
+    arguments = [*server_arguments(CASES["quick"]), "--prefix-match-unit", "96"]
     with (
         pytest.raises(ServerError, match="the server ended with status 1"),
         running_server(str(model), arguments, "in-page", tmp_path / "log", ENVIRONMENT),
     ):
         pass
-    assert "--prefix-match-unit 64 is not covered yet" in (tmp_path / "log").read_text()
+    assert "--prefix-match-unit 96 is no multiple of 64" in (tmp_path / "log").read_text()

@@ -59,14 +59,14 @@ def with_a_dropped_step(without: tuple[str, ...] = ()) -> World:
         max_model_len=10 * B,
     )
     if "rule 4" in without:
-        world.side.written = Everything(B)
+        world.side.written = Everything(world.side.grid)
     if "ledger" in without:
         world.worker.mover.ledger.check_restorable = lambda *facts: None  # type: ignore[method-assign]
     long = world.submit("long", prompt(1, 6 * B + 1), 2, priority=2)
     world.step()
     world.submit("urgent", prompt(2, B - 3), 2 * B, priority=0)
     step_until(world, lambda: long.request.num_preemptions)
-    published = {key for _, key, group in engine.cached_blocks(world.scheduler) if group == 0}
+    published = {key for _, key, group, _ in engine.cached_blocks(world.scheduler) if group == 0}
     assert bytes(long.request.block_hashes[5]) in published
     return world
 

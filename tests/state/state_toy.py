@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from inpage.errors import StateError
+from inpage.state.grid import Grid
 from inpage.state.ledger import NULL_BLOCK, Ledger
 from inpage.state.mover import Mover, Store
 from inpage.state.plan import Run, Start, StepFacts
@@ -104,6 +105,9 @@ class SymbolWorld:
             self._touch(block)
             self.pages[block] = {}
             self.dirty.discard(block)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> int:
+        raise AssertionError(f"blocks {copies} are to be copied, but there are no marks here")
 
     def _touch(self, block: int) -> None:
         if block == NULL_BLOCK:
@@ -284,7 +288,7 @@ class Server:
     def __init__(self, world: World, num_blocks: int, slots: int) -> None:
         self.block_tokens = world.block_tokens
         self.pool = PoolDouble(num_blocks)
-        self.written = WrittenBlocks(world.block_tokens)
+        self.written = WrittenBlocks(Grid(world.block_tokens, world.block_tokens))
         self.worker = Worker(world, slots, num_blocks)
         self.slots = slots
         self.waiting: list[Request] = []
@@ -427,7 +431,8 @@ class Server:
 
     def _find(self, kind: str, request: Request, end: int) -> int | None:
         block = self.pool.block_of.get(self._key(kind, request, end))
-        return block if block is not None and block in self.written else None
+        holds = self.written.holds_rows if kind == "attention" else self.written.holds_state
+        return block if block is not None and holds(block, end) else None
 
     def _take_hit(self, request: Request) -> None:
         """Hold the blocks of the longest hit: written attention blocks up to it, and a written checkpoint at it."""

@@ -34,6 +34,10 @@ class RecordingStore:
     def zero_pages(self, blocks: Sequence[int]) -> None:
         self.calls.append(("zero pages", *blocks))
 
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> int:
+        self.calls.append(("copy pages", *copies))
+        return 100
+
 
 @pytest.fixture
 def store() -> RecordingStore:
@@ -119,7 +123,7 @@ def test_the_counters_add_up(mover):
     assert (counters.hand_backs, counters.zeroed_pages, counters.bytes) == (1, 2, 200)
     assert counters.seconds > 0
     assert counters.line().startswith(
-        "saves 1, restores 1, fresh slots 1, hand-backs 1, zeroed pages 2, copied 0.0 MiB"
+        "saves 1, restores 1, fresh slots 1, hand-backs 1, zeroed pages 2, copied blocks 0, copied 0.0 MiB"
     )
 
 
@@ -243,3 +247,50 @@ def test_a_run_over_a_boundary_is_refused_before_the_slot_advances(mover):
     with pytest.raises(StateError, match=rf"request a computes tokens \[0, {B + 5}\) in one step"):
         mover.after_forward([Run("a", 0, B + 5, tables(4, 7))])
     assert mover.slots.of("a").position == 0
+
+
+# marks of 8 tokens in blocks of 24
+@pytest.fixture
+def marked(store) -> Mover:
+    return Mover(B, SlotTable(range(1, 4)), Ledger(num_blocks=20), store, mark_tokens=8)
+
+
+def test_blocks_are_copied_after_zeroing_and_before_the_state_is_restored_from_them(marked, store):
+    marked.before_forward(StepFacts(starts=[Start("a", 0, tables(4))], new_attention_blocks=[1]))
+    marked.after_forward([Run("a", 0, 16, tables(4), prompt_tokens=20)])
+    store.calls.clear()
+    copies = [(1, 2), *((4 + group, 10 + group) for group in range(GROUPS))]
+    facts = StepFacts(starts=[Start("b", 16, tables(10))], new_attention_blocks=[2], copies=copies)
+    marked.before_forward(facts)
+    assert store.calls == [
+        ("zero pages", 2),
+        ("copy pages", *copies),
+        ("restore", marked.slots.of("b").index, *(10 + group for group in range(GROUPS))),
+    ]
+    assert marked.ledger.content(2) == Attention()
+    assert marked.ledger.content(10) == Checkpoint(16)
+    assert marked.counters.block_copies == 1 + GROUPS
+
+
+def test_a_running_request_goes_on_in_its_block_after_its_mark_was_copied_away(marked, store):
+    marked.before_forward(StepFacts(starts=[Start("a", 0, tables(4))]))
+    marked.after_forward([Run("a", 0, 16, tables(4), prompt_tokens=20)])
+    marked.before_forward(StepFacts(copies=[(4 + group, 10 + group) for group in range(GROUPS)]))
+    marked.after_forward([Run("a", 16, 8, tables(4), prompt_tokens=20)])
+    assert marked.ledger.content(4) == Checkpoint(B)
+    assert marked.ledger.content(10) == Checkpoint(16)
+
+
+def test_a_copy_of_an_unknown_page_is_refused_before_anything_is_copied(marked, store):
+    refuse(marked, StepFacts(copies=[(4, 10)]), "block 10 would become a copy of block 4, whose page holds something")
+    refuse(marked, StepFacts(copies=[(0, 10)]), r"the source of a copy into block 10 is the null block \(id 0\)")
+    assert store.calls == []
+
+
+def test_a_start_from_a_copy_of_another_position_is_refused(marked, store):
+    marked.before_forward(StepFacts(starts=[Start("a", 0, tables(4))]))
+    marked.after_forward([Run("a", 0, 8, tables(4), prompt_tokens=20)])
+    copies = [(4 + group, 10 + group) for group in range(GROUPS)]
+    with pytest.raises(StateError, match="whose page holds the checkpoint of position 8"):
+        marked.before_forward(StepFacts(starts=[Start("b", 16, tables(10))], copies=copies))
+    assert not any(call[0] == "restore" for call in store.calls)

@@ -3,6 +3,7 @@
 import pytest
 
 from inpage.errors import StateError
+from inpage.state.grid import Grid
 from inpage.state.written import WrittenBlocks
 
 B = 24
@@ -10,17 +11,22 @@ ATTENTION = [[11, 12, 13]]
 
 
 def blocks(written: WrittenBlocks) -> set[int]:
-    return {block for block in range(100) if block in written}
+    positions = range(1, 6 * B)
+    return {
+        block
+        for block in range(100)
+        if any(written.holds_rows(block, at) or written.holds_state(block, at) for at in positions)
+    }
 
 
 @pytest.fixture
 def written() -> WrittenBlocks:
-    return WrittenBlocks(B)
+    return WrittenBlocks(Grid(B, B))
 
 
 def test_nothing_is_written_at_first(written):
     assert len(written) == 0
-    assert 11 not in written
+    assert blocks(written) == set()
 
 
 def test_a_step_that_ends_on_a_boundary_writes_attention_and_checkpoints(written):
@@ -69,6 +75,47 @@ def test_several_attention_groups_are_all_written(written):
 def test_a_state_table_that_is_too_short_is_refused(written):
     with pytest.raises(
         StateError,
-        match=rf"request a has no block that ends at position {2 * B}: the table of GDN group 0 has 1 blocks",
+        match=rf"request a has no block for the checkpoint of position {2 * B}: the table of GDN group 0 has 1 blocks",
     ):
         written.dispatched("a", B, B, ATTENTION, [[21]])
+
+
+# marks of 8 tokens in blocks of 24
+@pytest.fixture
+def marked() -> WrittenBlocks:
+    return WrittenBlocks(Grid(B, 8))
+
+
+def test_a_step_that_ends_on_a_mark_of_the_prompt_writes_rows_up_to_it_and_a_checkpoint(marked):
+    marked.dispatched("a", B, 16, ATTENTION, [[21, 22]], prompt_tokens=B + 20)
+    assert marked.holds_rows(12, B + 16)
+    assert not marked.holds_rows(12, B + 17)
+    assert marked.holds_state(22, B + 16)
+    assert not marked.holds_state(22, B + 8)
+
+
+def test_no_checkpoint_is_left_on_a_mark_behind_the_prompt_or_off_the_marks(marked):
+    marked.dispatched("a", B, 16, ATTENTION, [[21, 22]], prompt_tokens=B + 15)
+    marked.dispatched("b", B, 15, ATTENTION, [[21, 22]], prompt_tokens=B + 16)
+    assert not any(marked.holds_state(22, at) for at in range(4 * B))
+
+
+def test_a_copy_of_a_state_holds_it_and_a_copy_of_rows_holds_them_up_to_the_start(marked):
+    marked.dispatched("a", 0, 16, ATTENTION, [[21]], prompt_tokens=20)
+    marked.copied(21, 31)
+    marked.copied(11, 41)
+    assert marked.holds_state(31, 16)
+    assert not marked.holds_rows(41, 1)
+    marked.started(16, [[41]])
+    assert marked.holds_rows(41, 16)
+    assert not marked.holds_rows(41, 17)
+
+
+def test_a_start_on_a_boundary_writes_nothing(marked):
+    marked.started(B, [[11, 12]])
+    assert blocks(marked) == set()
+
+
+def test_a_copy_of_what_nothing_wrote_holds_nothing(marked):
+    marked.copied(21, 31)
+    assert blocks(marked) == set()

@@ -30,6 +30,10 @@ GDN_LAYER = "linear_attention"
 """How Qwen3-Next and Qwen3.5 configurations name a Gated DeltaNet layer in `layer_types`."""
 
 
+CPU_CHUNK, GAUDI_CHUNK = 64, 128
+"""Tokens that the chunked GDN kernels take at a time: vLLM's for CPU, and vllm-gaudi's."""
+
+
 def on_gaudi() -> bool:
     """Whether vllm-gaudi is installed here; nothing is imported to find out."""
     return importlib.util.find_spec("vllm_gaudi") is not None
@@ -81,6 +85,7 @@ def refuse_uncovered(config: VllmConfig) -> None:
     """Raise `ConfigError`, one sentence, for a configuration that in-page does not cover yet."""
     cache, parallel = config.cache_config, config.parallel_config
     layer_types = getattr(config.model_config.hf_text_config, "layer_types", None) or ()
+    unit, kernel_tokens = getattr(cache, "prefix_match_unit", None) or 0, GAUDI_CHUNK if on_gaudi() else CPU_CHUNK
     reasons = (
         (
             GDN_LAYER not in layer_types,
@@ -89,9 +94,9 @@ def refuse_uncovered(config: VllmConfig) -> None:
         ),
         (config.speculative_config is not None, "speculative decoding (--speculative-config) is not covered yet"),
         (
-            getattr(cache, "prefix_match_unit", None) is not None,
-            f"--prefix-match-unit {getattr(cache, 'prefix_match_unit', None)} is not covered yet: hits come in whole "
-            "blocks",
+            bool(unit % kernel_tokens),
+            f"--prefix-match-unit {unit} is no multiple of {kernel_tokens}, the tokens that the GDN kernel takes at a "
+            "time here: a prefill that starts at such a mark would not equal a cold one to the bit",
         ),
         (cache.mamba_cache_mode == "all", "--mamba-cache-mode all is not covered: use align"),
         (

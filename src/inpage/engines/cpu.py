@@ -6,7 +6,7 @@ from block to block: here it lives in a slot, and the block's page holds a check
 | vLLM's step                     | here                                                                     |
 |---------------------------------|--------------------------------------------------------------------------|
 | `initialize_kv_cache_tensors`   | GDN layers are bound to slots; their page views become the page store    |
-| `_update_states`                | hand back slots first; afterwards give and restore, in `Mover`'s order   |
+| `_update_states`                | preceded by `Mover.before_forward`: hand back, zero, copy, give, restore |
 | `preprocess_mamba`              | skipped: no state moves from block to block                              |
 | `_build_attention_metadata`     | state indices become slots                                               |
 | `_model_forward`                | followed by the saves                                                    |
@@ -24,7 +24,7 @@ import vllm.v1.worker.cpu_worker as vllm_cpu_worker
 from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
-from vllm.v1.worker import mamba_utils
+from vllm.v1.worker import gpu_model_runner, mamba_utils
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from inpage.engines.activation import StatsLog
@@ -98,6 +98,7 @@ class InPageCPUModelRunner(CPUModelRunner):
             SlotTable(range(NULL_SLOT + 1, slots)),
             Ledger(kv_cache_config.num_blocks),
             PageStore(layers, [[pages] for pages in pages_at.values()]),
+            self.cache_config.prefix_match_unit,
         )
         self._stats = StatsLog(logger, "worker", envs.VLLM_LOG_STATS_INTERVAL)
         self._log_start(kv_cache_config, slots * sum(layer.words * WORD for layer in layers))
@@ -115,9 +116,10 @@ class InPageCPUModelRunner(CPUModelRunner):
         blocks = kv_cache_config.num_blocks
         tokens = printed_tokens(blocks, geometry_of(kv_cache_config), self.max_model_len, "in-page")
         logger.info(
-            "inpage: in-page layout, block %d tokens = the shortest prefix that can hit, %d blocks, pool of %s tokens "
-            "at max_model_len %d, %d slots of %.1f MiB in all beside the pool, retention %s.",
+            "inpage: in-page layout, block %d tokens, shortest prefix that can hit %d tokens, %d blocks, pool of %s "
+            "tokens at max_model_len %d, %d slots of %.1f MiB in all beside the pool, retention %s.",
             self.mover.block_tokens,
+            self.mover.grid.mark_tokens,
             blocks,
             f"{tokens:,}",
             self.max_model_len,
@@ -139,7 +141,7 @@ class InPageCPUModelRunner(CPUModelRunner):
         began = time.perf_counter()
         self._step = scheduler_output
         try:
-            with no_state_copies():
+            with no_copies():
                 return super().execute_model(scheduler_output, *args, **kwargs)
         finally:
             self._step = None
@@ -175,7 +177,7 @@ class InPageCPUModelRunner(CPUModelRunner):
         for request_id, tokens in num_scheduled_tokens.items():
             request = self.requests[request_id]
             tables = [request.block_ids[group] for group in self._state_groups]
-            yield Run(request_id, request.num_computed_tokens, tokens, tables)
+            yield Run(request_id, request.num_computed_tokens, tokens, tables, request.num_prompt_tokens)
 
     # ------------------------------------------------------------------ counters
     def log_counters(self, at_shutdown: bool = False) -> None:
@@ -216,11 +218,11 @@ def point_at_slots(metadata: Any, slots: torch.Tensor) -> None:
 
 
 @contextmanager
-def no_state_copies() -> Iterator[None]:
-    """While a step runs, vLLM's own copying of states from block to block is off."""
-    original = mamba_utils.preprocess_mamba
-    mamba_utils.preprocess_mamba = lambda *args, **kwargs: None
+def no_copies() -> Iterator[None]:
+    """While a step runs, vLLM's own copying is off: of states from block to block, and of blocks (`Mover` does it)."""
+    states, blocks = mamba_utils.preprocess_mamba, gpu_model_runner.copy_kv_cache_blocks_inplace
+    mamba_utils.preprocess_mamba = gpu_model_runner.copy_kv_cache_blocks_inplace = lambda *args, **kwargs: None
     try:
         yield
     finally:
-        mamba_utils.preprocess_mamba = original
+        mamba_utils.preprocess_mamba, gpu_model_runner.copy_kv_cache_blocks_inplace = states, blocks

@@ -17,6 +17,8 @@ Two things are put right on every scheduler, whichever class it is of:
   | unwritten and still owned: this very step will fill it | the request waits for the next step, as  |
   |                                                        | vLLM has it for blocks of GDN groups     |
   | unwritten and free: nothing will ever fill it          | its hash is taken back, it is a miss     |
+
+With `--prefix-match-unit` vLLM publishes a prompt's last mark too; what is written is then known to the token.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from inpage.engines.activation import CPU_WORKER, GAUDI_WORKER, StatsLog, switch, why_not
 from inpage.errors import ConfigError, StateError
 from inpage.layout.geometry import Geometry, state_bytes
+from inpage.state.grid import Grid
 from inpage.state.plan import Start, StepFacts
 from inpage.state.written import WrittenBlocks
 
@@ -52,7 +55,7 @@ class SchedulerCounters:
     deferred: int = 0
     """Requests that waited one step because this step fills the blocks they match."""
     below_block: int = 0
-    """Prompts shorter than a block plus one token: they can never hit."""
+    """Prompts too short to hit: of one block, or one mark, at most."""
 
     def line(self) -> str:
         """One line for a log."""
@@ -118,6 +121,9 @@ def step_facts(output: Any, state_groups: Sequence[int]) -> StepFacts:
         starts=starts,
         new_attention_blocks=output.new_block_ids_to_zero or (),
         new_state_blocks=grown,
+        copies=[
+            (copy.src_block_id, copy.dst_block_id) for copy in getattr(output, "kv_cache_block_copies", None) or ()
+        ],
     )
 
 
@@ -130,16 +136,24 @@ class SchedulerSide:
         self.pool = self.manager.block_pool
         self.block_tokens: int = scheduler.block_size
         self.attention_groups, self.state_groups = group_ids(scheduler.kv_cache_config)
-        if getattr(scheduler, "hash_block_size", self.block_tokens) != self.block_tokens:
-            raise ConfigError(
-                f"prefix hashes every {scheduler.hash_block_size} tokens, blocks of {self.block_tokens}: hits inside "
-                "a block are not covered yet"
-            )
-        self.written = WrittenBlocks(self.block_tokens)
+        self.grid = Grid(self.block_tokens, getattr(scheduler, "hash_block_size", None) or self.block_tokens)
+        self._refuse_small_pool()
+        self.written = WrittenBlocks(self.grid)
         self.counters = SchedulerCounters()
         self._stats = StatsLog(logger, "scheduler", envs.VLLM_LOG_STATS_INTERVAL)
         self._counted: set[str] = set()
         self._attach()
+
+    def _refuse_small_pool(self) -> None:
+        """With marks a request holds more blocks for a step; vLLM would wait for ever for more than there are."""
+        longest = self.scheduler.max_model_len
+        needed, usable = self.grid.blocks_at_once(longest, len(self.state_groups)), self.pool.num_gpu_blocks - 1
+        if self.grid.has_marks and needed > usable:
+            raise ConfigError(
+                f"a request of --max-model-len {longest} tokens that starts inside a block holds {needed} blocks at "
+                f"once, the pool has {usable}. Lower --max-model-len, give the pool more memory, or serve without "
+                "--prefix-match-unit."
+            )
 
     def _attach(self) -> None:
         scheduler, pool, manager = self.scheduler, self.pool, self.manager
@@ -183,32 +197,55 @@ class SchedulerSide:
     # ------------------------------------------------------------------ rule 4
     def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
-        requests, block_tokens = self.scheduler.requests, self.block_tokens
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            # vLLM has advanced the request already.
-            end = requests[request_id].num_computed_tokens
-            if end % block_tokens < tokens:
-                tables = self.manager.get_block_ids(request_id)
-                self.written.dispatched(
-                    request_id,
-                    end - tokens,
-                    tokens,
-                    [tables[group] for group in self.attention_groups],
-                    [tables[group] for group in self.state_groups],
-                )
+        self._dispatch(output)
         for request in output.scheduled_new_reqs:
-            self.counters.below_block += len(request.prompt_token_ids or ()) <= self.block_tokens
+            self.counters.below_block += len(request.prompt_token_ids or ()) <= self.grid.mark_tokens
         self._stats.log(self.counters.line)
         return output
+
+    def _dispatch(self, output: Any) -> None:
+        """Take down what the step will have written before any later step reads it."""
+        if self.grid.has_marks:
+            self._dispatch_inside_blocks(output)
+        requests, block_tokens, has_marks = self.scheduler.requests, self.block_tokens, self.grid.has_marks
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            request = requests[request_id]
+            # vLLM has advanced the request already.
+            end, prompt = request.num_computed_tokens, request.num_prompt_tokens
+            if end % block_tokens < tokens or (has_marks and end - tokens < prompt):
+                attention, states = self._tables(request_id)
+                self.written.dispatched(request_id, end - tokens, tokens, attention, states, prompt)
+
+    def _dispatch_inside_blocks(self, output: Any) -> None:
+        for copy in getattr(output, "kv_cache_block_copies", None) or ():
+            self.written.copied(copy.src_block_id, copy.dst_block_id)
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        for request_id in (*(new.req_id for new in output.scheduled_new_reqs), *resumed):
+            end = self.scheduler.requests[request_id].num_computed_tokens
+            self.written.started(end - output.num_scheduled_tokens[request_id], self._tables(request_id)[0])
+
+    def _tables(self, request_id: str) -> tuple[list[list[int]], list[list[int]]]:
+        """Block tables of the attention groups and of the GDN groups."""
+        tables = self.manager.get_block_ids(request_id)
+        return [tables[group] for group in self.attention_groups], [tables[group] for group in self.state_groups]
+
+    def _holds(self, block: Any, group: int) -> bool:
+        """Whether a block that can be found holds what it is found for."""
+        holds = self.written.holds_state if group in self.state_groups else self.written.holds_rows
+        return holds(block.block_id, block.block_hash_num_tokens)
 
     def _get_new_blocks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         blocks = original(*args, **kwargs)
         self.written.handed_out(block.block_id for block in blocks)
         return blocks
 
-    def _get_cached_block(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        while blocks := original(*args, **kwargs):
-            orphans = [block for block in blocks if block.block_id not in self.written and block.ref_cnt == 0]
+    def _get_cached_block(self, original: Callable[..., Any], block_hash: Any, group_ids: list[int]) -> Any:
+        while blocks := original(block_hash, group_ids):
+            orphans = [
+                block
+                for block, group in zip(blocks, group_ids, strict=True)
+                if block.ref_cnt == 0 and not self._holds(block, group)
+            ]
             if not orphans:
                 break
             for block in orphans:
@@ -219,7 +256,9 @@ class SchedulerSide:
     def _get_computed_blocks(self, original: Callable[..., Any], request: Any) -> Any:
         result = original(request)
         blocks = result[0].blocks
-        pending = any(not block.is_null and block.block_id not in self.written for group in blocks for block in group)
+        pending = any(
+            not block.is_null and not self._holds(block, group) for group, found in enumerate(blocks) for block in found
+        )
         if pending:
             # vLLM lets a request wait for the next step when the last block of a GDN group is in this set;
             # a block of attention that this step fills needs the same patience.

@@ -58,6 +58,8 @@ class EngineSettings:
     chunk_limit: int = 0
     reserve_whole_prompt: bool = False
     caching: bool = True
+    mark_tokens: int | None = None
+    """vLLM's `prefix_match_unit`; None for hits in whole blocks."""
 
 
 @cache
@@ -127,10 +129,10 @@ def build_scheduler(settings: EngineSettings) -> Any:
         ),
         StructuredOutputManager(config),
         block_size=block,
-        hash_block_size=block,
+        hash_block_size=settings.mark_tokens or block,
         log_stats=False,
     )
-    scheduler.inpage_hasher = _hasher(block) if settings.caching else None
+    scheduler.inpage_hasher = _hasher(settings.mark_tokens or block) if settings.caching else None
     return scheduler
 
 
@@ -150,9 +152,9 @@ def _groups(block: int, mode: str) -> list[Any]:
 
 
 @cache
-def _hasher(block: int) -> Any:
+def _hasher(tokens: int) -> Any:
     init_none_hash(sha256)
-    return get_request_block_hasher(block, sha256)
+    return get_request_block_hasher(tokens, sha256)
 
 
 def make_request(
@@ -197,8 +199,13 @@ def abort(scheduler: Any, names: Iterable[str]) -> None:
     scheduler.finish_requests(list(names), RequestStatus.FINISHED_ABORTED)
 
 
-def cached_blocks(scheduler: Any) -> Iterator[tuple[int, bytes, int]]:
-    """Block id, hash and group of every block that a lookup could find."""
-    for block in scheduler.kv_cache_manager.block_pool.blocks:
+def cached_blocks(scheduler: Any) -> Iterator[tuple[int, bytes, int, int]]:
+    """Block id, hash, group and position of every entry that a lookup could find.
+
+    A block that is found by several hashes is complete up to the longest of their prefixes, which is its position.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    for block in pool.blocks:
         if block.block_hash is not None:
-            yield block.block_id, get_block_hash(block.block_hash), get_group_id(block.block_hash)
+            for key in (block.block_hash, *pool.cached_block_hashes_by_block.get(block.block_id, ())):
+                yield block.block_id, get_block_hash(key), get_group_id(key), block.block_hash_num_tokens

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from inpage.errors import ConfigError
+from inpage.state.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Knobs:
     retention: int | None = None
     chunk_limit: int = 0
     """vLLM's `long_prefill_token_threshold`; 0 is none."""
+    mark_tokens: int = 0
+    """vLLM's `prefix_match_unit`: hits inside a block; 0 is none."""
     reserve_whole_prompt: bool = False
     """vLLM's `scheduler_reserve_full_isl`."""
     sessions: int = 6
@@ -52,8 +55,8 @@ class Knobs:
 
     @property
     def blocks_of_longest(self) -> int:
-        """Blocks that a request of `max_model_len` needs at once: attention, and two in each of three groups."""
-        return -(-self.max_model_len // self.block_tokens) + 6
+        """Blocks that a request of `max_model_len` needs at once."""
+        return Grid(self.block_tokens, self.mark_tokens or self.block_tokens).blocks_at_once(self.max_model_len, 3)
 
 
 def draw(seed: int, *, small_budgets: bool = True) -> Knobs:
@@ -64,12 +67,14 @@ def draw(seed: int, *, small_budgets: bool = True) -> Knobs:
     longest_prompt = block * source.choice([3, 5, 8, 11]) + source.randrange(block)
     longest_output = source.choice([3, block // 2, block + 5, 3 * block])
     max_model_len = -(-(longest_prompt + longest_output + 1) // block) * block
+    # A source of its own: the rest of a seed is what it was before there were marks.
+    mark = random.Random(f"marks {seed}").choice([0, 0, block // 8, block // 4, block // 2])
     budgets = [block, block + seqs, block + block // 2, 2 * block, 2 * block + seqs, 4 * block]
     if small_budgets:
         budgets += [block // 2, block - 1]
     budget = max(source.choice(budgets), seqs)
     policy: Literal["fcfs", "priority"] = source.choice(["fcfs", "priority", "priority"])
-    needed = -(-max_model_len // block) + 6
+    needed = Grid(block, mark or block).blocks_at_once(max_model_len, 3)
     num_blocks = 1 + needed + source.choice([0, 0, 1, 2, 4, needed // 3, needed, 4 * needed])
     return Knobs(
         block_tokens=block,
@@ -85,6 +90,7 @@ def draw(seed: int, *, small_budgets: bool = True) -> Knobs:
         # Below a block it starves on 0.26.0 like a small budget.
         chunk_limit=source.choice([0, 0, 0, block, 2 * block, *([block // 2] if small_budgets else [])]),
         reserve_whole_prompt=source.random() < 0.3,
+        mark_tokens=mark,
         sessions=seqs + source.choice([0, 1, 2, 4]),
         salts=source.choice([0, 0, 1, 2]),
         adapters=source.choice([0, 0, 0, 1, 2]),

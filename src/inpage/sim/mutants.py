@@ -57,7 +57,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 def _plan(world: World, change: Callable[[StepFacts, Any], Any]) -> None:
     """Change the moves before the forward pass."""
-    world.worker.plan = lambda facts, block_tokens: change(facts, plan_before(facts, block_tokens))
+    world.worker.plan = lambda facts, grid: change(facts, plan_before(facts, grid))
     vars(mover_module).update(plan_before=world.worker.plan)
 
 
@@ -125,7 +125,7 @@ def _one_block_early(world: World) -> None:
         block = world.knobs.block_tokens
 
         def early(give: Give) -> Give:
-            if give.checkpoint is None or give.position == block:
+            if give.checkpoint is None or give.position <= block:
                 return give
             return replace(
                 give, checkpoint=checkpoint_blocks(give.request, give.position - block, block, tables[give.request])
@@ -172,6 +172,63 @@ def _page_zeroed_late(world: World) -> None:
     _wrap(mover, "after_forward", after)
 
 
+# ---------------------------------------------------------------------- marks: checkpoints and hits inside a block
+@_mutant("no copy", "2: a block that is shared is copied before it is written")
+def _no_copy(world: World) -> None:
+    world.worker.store.copy_pages = lambda copies: 0  # type: ignore[method-assign]
+
+
+@_mutant("copy after forward", "2: blocks are copied before the forward pass")
+def _copy_late(world: World) -> None:
+    store, mover = world.worker.store, world.worker.mover
+    original, late = store.copy_pages, list[tuple[int, int]]()
+
+    def after(after_forward: Callable[..., None], runs: Sequence[Run]) -> None:
+        after_forward(runs)
+        original(late)
+        late.clear()
+
+    def not_yet(copies: Sequence[tuple[int, int]]) -> int:
+        late.extend(copies)
+        return 0
+
+    store.copy_pages = not_yet  # type: ignore[method-assign]
+    _wrap(mover, "after_forward", after)
+
+
+@_mutant("no save at marks", "2: a step that ends on a mark of its prompt is saved")
+def _no_save_at_marks(world: World) -> None:
+    def after(original: Callable[..., None], runs: Sequence[Run]) -> None:
+        original([replace(run, prompt_tokens=0) for run in runs])
+
+    _wrap(world.worker.mover, "after_forward", after)
+
+
+@_mutant("wrong mark", "5: a checkpoint is the one of the mark that the step ended on")
+def _wrong_mark(world: World) -> None:
+    grid = world.worker.mover.grid
+
+    def record(original: Callable[..., None], block: int, position: int) -> None:
+        original(block, position - grid.mark_tokens if position % grid.block_tokens else position)
+
+    _wrap(world.worker.mover.ledger, "record_checkpoint", record)
+
+
+@_mutant("restored past the mark", "2: a request goes on exactly at its mark")
+def _restored_past(world: World) -> None:
+    grid = world.worker.mover.grid
+
+    def past(give: Give) -> Give:
+        return replace(give, position=give.position + grid.mark_tokens) if give.position % grid.block_tokens else give
+
+    _plan(world, lambda facts, moves: replace(moves, give=tuple(map(past, moves.give))))
+
+
+@_mutant("ledger copies nothing", "5: a copy is known to hold what its source holds")
+def _ledger_copies_nothing(world: World) -> None:
+    world.worker.mover.ledger.record_copies = lambda copies: None  # type: ignore[method-assign]
+
+
 # ---------------------------------------------------------------------- hand-back
 @_mutant("no hand-back at preemption", "1: preemption hands the slot back")
 def _no_hand_back(world: World) -> None:
@@ -198,13 +255,35 @@ def _unsorted(world: World) -> None:
 class Everything(WrittenBlocks):
     """Takes every block for written: what vLLM does by itself."""
 
-    def __contains__(self, block: int) -> bool:
+    def holds_rows(self, block: int, position: int) -> bool:
+        """Yes, where the class says so."""
+        return True
+
+    def holds_state(self, block: int, position: int) -> bool:
+        """Yes, where the class says so."""
         return True
 
 
 @_mutant("no rule 4", "4: a hit counts only once its checkpoint is written", policy="priority")
 def _no_rule_4(world: World) -> None:
-    world.side.written = Everything(world.knobs.block_tokens)
+    world.side.written = Everything(world.side.grid)
+
+
+class EverythingAtMarks(WrittenBlocks):
+    """Takes every block for written that is found inside of it."""
+
+    def holds_rows(self, block: int, position: int) -> bool:
+        """Yes, where the class says so."""
+        return position % self.grid.block_tokens > 0 or super().holds_rows(block, position)
+
+    def holds_state(self, block: int, position: int) -> bool:
+        """Yes, where the class says so."""
+        return position % self.grid.block_tokens > 0 or super().holds_state(block, position)
+
+
+@_mutant("no rule 4 at marks", "4: a hit inside a block counts only once it is written", policy="priority")
+def _no_rule_4_at_marks(world: World) -> None:
+    world.side.written = EverythingAtMarks(world.side.grid)
 
 
 @_mutant("written for ever", "4: a block leaves the set when it is handed out", policy="priority")

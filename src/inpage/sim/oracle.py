@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from inpage.sim.folds import GROUP_STARTS, MODULUS, POWERS
@@ -24,6 +24,7 @@ from inpage.sim.store import describe, state_mark
 from inpage.state.ledger import Attention, Checkpoint
 
 if TYPE_CHECKING:
+    from inpage.sim.store import SymbolStore
     from inpage.sim.worker import Resident, Worker
     from inpage.state.written import WrittenBlocks
 
@@ -128,15 +129,15 @@ def check_ledger(worker: Worker) -> None:
 
 
 def check_servable(
-    cached: Iterable[tuple[int, bytes, int]], written: WrittenBlocks, pages: Sequence[int], folds: HashFolds
+    cached: Iterable[tuple[int, bytes, int, int]], written: WrittenBlocks, store: SymbolStore, folds: HashFolds
 ) -> int:
     """Every page that a hit may be served from is right; returns how many there are.
 
-    `cached` has block, hash and group of what the pool would find. No step may be in flight.
+    `cached` has block, hash, group and position of what the pool would find. No step may be in flight.
     """
     checked = 0
-    for block, key, group in cached:
-        if block not in written:
+    for block, key, group, complete in cached:
+        if not (written.holds_state if group else written.holds_rows)(block, complete):
             continue
         found = folds.get(key)
         if found is None:
@@ -146,11 +147,12 @@ def check_servable(
         if group:
             state = expected_state(fold, POWERS.upto(position)[position], group - 1)
             expected = state_mark(group - 1, state)
-        if pages[block] != expected:
+        page = store.pages[block] if group else store.fold_at(block, position)
+        if page != expected:
             raise OracleMismatch(
                 "servable",
                 f"a hit at position {position} would be served from block {block} of group {group}, whose page holds "
-                f"{describe(pages[block])} instead of {describe(expected)}",
+                f"{describe(page)} instead of {describe(expected)}",
                 block=block,
             )
         checked += 1

@@ -52,6 +52,8 @@ class SymbolStore:
         self.groups = groups
         self.slots = [[GARBAGE] * groups for _ in range(slots + 1)]
         self.pages = [UNKNOWN] * num_blocks
+        self.rows: dict[int, dict[int, int]] = {}
+        """Of attention pages, the fold at each mark inside the block: what a reader of fewer rows finds."""
 
     def save(self, slot: int, blocks: Sequence[int]) -> int:
         """Copy the slot into the pages of `blocks`, one per GDN group; returns the states copied."""
@@ -73,10 +75,28 @@ class SymbolStore:
         for block in blocks:
             self.write(block, ZEROS)
 
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> int:
+        """Copy pages, source to target; returns how many."""
+        for source, target in copies:
+            self.write(target, self.pages[source])
+            if source in self.rows:
+                self.rows[target] = dict(self.rows[source])
+        return len(copies)
+
+    def cut(self, block: int, position: int, fold: int) -> None:
+        """A request goes on at `position` in this page: rows behind it are not its own, and count for nothing."""
+        if self.rows.get(block, {}).get(position) == fold:
+            self.pages[block] = fold
+
+    def fold_at(self, block: int, position: int) -> int:
+        """What a reader of the page's rows up to `position` finds."""
+        return self.rows.get(block, {}).get(position, self.pages[block])
+
     def write(self, block: int, mark: int) -> None:
         """Put `mark` into the page."""
         if block == NULL_BLOCK:
             raise NullBlockWritten(f"the null block was written: its page would hold {describe(mark)}")
+        self.rows.pop(block, None)
         self.pages[block] = mark
 
 

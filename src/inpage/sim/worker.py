@@ -59,10 +59,11 @@ class Worker:
         truths: Callable[[str], Transcript],
         *,
         oracle: bool = True,
+        mark_tokens: int | None = None,
     ) -> None:
         self.block_tokens = block_tokens
         self.store = SymbolStore(num_blocks, slots, groups)
-        self.mover = Mover(block_tokens, SlotTable(range(1, slots + 1)), Ledger(num_blocks), self.store)
+        self.mover = Mover(block_tokens, SlotTable(range(1, slots + 1)), Ledger(num_blocks), self.store, mark_tokens)
         self.other_rank = SlotTable(range(1, slots + 1))
         self.plan = plan_before
         self.state_groups = range(1, groups + 1)
@@ -80,7 +81,7 @@ class Worker:
         runs, sampled = [], []
         for name, tokens in output.num_scheduled_tokens.items():
             resident, position = self.residents[name], positions[name]
-            runs.append(Run(name, position, tokens, resident.states))
+            runs.append(Run(name, position, tokens, resident.states, resident.prompt))
             sampled.append(self._forward(resident, position, tokens))
         self.mover.after_forward(runs)
         return list(output.num_scheduled_tokens), sampled
@@ -96,6 +97,7 @@ class Worker:
             resident.take_tables(new.block_ids)
             self.residents[new.req_id] = resident
             positions[new.req_id] = new.num_computed_tokens
+            self._cut(resident, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             positions[name] = cached.num_computed_tokens[index]
@@ -103,11 +105,18 @@ class Worker:
             resident = self.residents[name]
             if name in cached.resumed_req_ids:
                 resident.take_tables(tables)
+                self._cut(resident, positions[name])
                 # What the scheduler discarded is unknown again.
                 resident.length = resident.prompt + cached.num_output_tokens[index]
             elif tables is not None:
                 resident.append_to_tables(tables)
         return positions
+
+    def _cut(self, resident: Resident, position: int) -> None:
+        """A start inside a block goes on in a copy of an attention page that may have another request's rows behind."""
+        if position % self.block_tokens:
+            block = resident.attention[position // self.block_tokens]
+            self.store.cut(block, position, resident.truth.folds[position])
 
     def _forward(self, resident: Resident, position: int, tokens: int) -> list[int]:
         """Compute `tokens` from `position` on: states, attention pages, and a token if nothing is left."""
@@ -139,6 +148,7 @@ class Worker:
 
     def _attend(self, resident: Resident, position: int, end: int) -> None:
         """Write the rows of [position, end), then read all rows from 0 on."""
+        grid = self.mover.grid
         block_tokens, folds, pages = self.block_tokens, resident.truth.folds, self.store.pages
         table = resident.attention
         here = position
@@ -147,7 +157,13 @@ class Worker:
             last = min((index + 1) * block_tokens, end)
             block = table[index]
             before = folds[here] if here % block_tokens else ZEROS
-            self.store.write(block, folds[last] if pages[block] == before else POISON)
+            right, rows = pages[block] == before, self.store.rows.get(block)
+            self.store.write(block, folds[last] if right else POISON)
+            if right and grid.has_marks:
+                first_mark = here - here % grid.mark_tokens + grid.mark_tokens
+                self.store.rows[block] = (rows or {}) | {
+                    mark: folds[mark] for mark in range(first_mark, last + 1, grid.mark_tokens)
+                }
             here = last
         if not self._oracle:
             return
@@ -162,7 +178,7 @@ class Worker:
         """The same hand-backs and gives on a rank whose sets iterate in another order."""
         if not (facts.finished or facts.preempted or facts.resumed or facts.starts):
             return
-        moves = self.plan(facts, self.block_tokens)
+        moves = self.plan(facts, self.mover.grid)
         self.other_rank.hand_back(sorted(set(moves.hand_back), reverse=True))
         for give in moves.give:
             self.other_rank.give(give.request, give.position)

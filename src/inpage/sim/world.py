@@ -70,6 +70,7 @@ class World:
                 retention_tokens=None if knobs.retention is None else knobs.retention * knobs.block_tokens,
                 chunk_limit=knobs.chunk_limit,
                 reserve_whole_prompt=knobs.reserve_whole_prompt,
+                mark_tokens=knobs.mark_tokens or None,
             )
         )
         self.side = SchedulerSide(self.scheduler)
@@ -87,6 +88,7 @@ class World:
             # A step in flight may start a request that has been aborted meanwhile.
             lambda name: self._truths[name],
             oracle=with_oracle,
+            mark_tokens=knobs.mark_tokens or None,
         )
         self._truths: dict[str, Transcript] = {}
         self._folds: dict[bytes, tuple[int, int]] = {}
@@ -188,7 +190,7 @@ class World:
         for entry in self.entries.values():
             self._learn_hashes(entry)
         self.tally.servable += oracle.check_servable(
-            engine.cached_blocks(self.scheduler), self.side.written, self.worker.store.pages, self._folds
+            engine.cached_blocks(self.scheduler), self.side.written, self.worker.store, self._folds
         )
 
     def run_until_idle(self, limit: int = 100_000) -> None:
@@ -228,8 +230,8 @@ class World:
         self.tally.preemptions += 1
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         self.tally.dropped += any(
-            block.block_hash is not None and not block.is_null and block.block_id not in self.side.written
-            for manager in managers
+            block.block_hash is not None and not block.is_null and not self.side._holds(block, group)
+            for group, manager in enumerate(managers)
             for block in manager.req_to_blocks.get(request.request_id, ())
         )
         return original(request, *args, **kwargs)
@@ -255,7 +257,7 @@ class World:
             )
 
     def _learn_hashes(self, entry: Entry) -> None:
-        block = self.knobs.block_tokens
+        unit = self.knobs.mark_tokens or self.knobs.block_tokens
         for index, key in enumerate(entry.request.block_hashes):
-            position = (index + 1) * block
+            position = (index + 1) * unit
             self._folds[bytes(key)] = (entry.truth.folds[position], position)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Counters:
-    """Running totals since start; `bytes` and `seconds` are those of saves and restores together.
+    """Running totals since start; `bytes` and `seconds` are those of saves, restores and copies of blocks.
 
     `step_seconds` is the time of the engine's steps as a whole, which an engine adds up.
     """
@@ -17,6 +17,7 @@ class Counters:
     fresh: int = 0
     hand_backs: int = 0
     zeroed_pages: int = 0
+    block_copies: int = 0
     bytes: int = 0
     seconds: float = 0.0
     step_seconds: float = 0.0
@@ -27,6 +28,7 @@ class Counters:
         share = self.seconds / self.step_seconds if self.step_seconds else 0.0
         return (
             f"saves {self.saves}, restores {self.restores}, fresh slots {self.fresh}, hand-backs {self.hand_backs}, "
-            f"zeroed pages {self.zeroed_pages}, copied {self.bytes / 2**20:.1f} MiB in {self.seconds:.3f} s "
+            f"zeroed pages {self.zeroed_pages}, copied blocks {self.block_copies}, "
+            f"copied {self.bytes / 2**20:.1f} MiB in {self.seconds:.3f} s "
             f"({rate:.1f} GiB/s, {share:.3%} of the steps' time)"
         )

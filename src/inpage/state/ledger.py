@@ -65,6 +65,21 @@ class Ledger:
         """The page now holds the state after `position` tokens."""
         self._contents[block] = Checkpoint(position)
 
+    def record_copies(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Targets hold what their sources hold; refuses a source of unknown content, before anything changes."""
+        contents = []
+        for source, target in copies:
+            self.check_block(source, f"the source of a copy into block {target}")
+            self.check_block(target, f"the target of a copy of block {source}")
+            content = self._contents.get(source)
+            if content is None:
+                raise StateError(
+                    f"block {target} would become a copy of block {source}, whose page holds something unknown: "
+                    "whoever reads it would be served a wrong state"
+                )
+            contents.append((target, content))
+        self._contents.update(contents)
+
     # refusals
     def check_block(self, block: int, what: str) -> None:
         """Refuse the null block and ids outside the pool."""

@@ -135,3 +135,13 @@ class PageStore:
             for part in parts:
                 for block in blocks:
                     part[block].zero_()
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> int:
+        """Copy whole pages in every attention layer, source to target; returns the bytes copied."""
+        copied = 0
+        for parts in self.attention_pages:
+            for part in parts:
+                for source, target in copies:
+                    part[target].copy_(part[source])
+                copied += len(copies) * part.shape[1] * WORD
+        return copied
