@@ -41,9 +41,15 @@ def kv_cache_config(num_blocks: int) -> KVCacheConfig:
 
 
 def make_scheduler(
-    model: Path, num_blocks: int, budget: int = 24, sequences: int = 4, policy: str = "fcfs", is_async: bool = False
+    model: Path,
+    num_blocks: int,
+    budget: int = 24,
+    sequences: int = 4,
+    policy: str = "fcfs",
+    is_async: bool = False,
+    unit: int | None = None,
 ) -> Scheduler:
-    """A scheduler for the model's configuration, dense retention, blocks of 16 tokens."""
+    """A scheduler for the model's configuration, dense retention, blocks of 16 tokens, marks every `unit`."""
     config = VllmConfig(
         model_config=ModelConfig(model=str(model), tokenizer=str(model), dtype="bfloat16", max_model_len=1024),
         scheduler_config=SchedulerConfig(
@@ -61,6 +67,7 @@ def make_scheduler(
             mamba_cache_mode="align",
             mamba_block_size=BLOCK,
             prefix_cache_retention_interval=None,
+            prefix_match_unit=unit,
         ),
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
@@ -74,19 +81,21 @@ def make_scheduler(
         kv_cache_config(num_blocks),
         StructuredOutputManager(config),
         block_size=BLOCK,
-        hash_block_size=BLOCK,
+        hash_block_size=unit or BLOCK,
         log_stats=False,
     )
 
 
-def request(name: str, tokens: list[int], output: int = 4, priority: int = 0, arrival: float = 0.0) -> Request:
+def request(
+    name: str, tokens: list[int], output: int = 4, priority: int = 0, arrival: float = 0.0, unit: int | None = None
+) -> Request:
     """A request over token ids."""
     return Request(
         request_id=name,
         prompt_token_ids=tokens,
         sampling_params=SamplingParams(max_tokens=output, ignore_eos=True),
         pooling_params=None,
-        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        block_hasher=get_request_block_hasher(unit or BLOCK, sha256),
         priority=priority,
         arrival_time=arrival,
     )

@@ -31,8 +31,10 @@ class World:
         policy: str = "fcfs",
         with_scheduler_side: bool = True,
         budget: int = 42,
+        unit: int | None = None,
     ) -> None:
-        self.scheduler = make_scheduler(model, num_blocks, budget, sequences, policy)
+        self.unit = unit
+        self.scheduler = make_scheduler(model, num_blocks, budget, sequences, policy, unit=unit)
         config = self.scheduler.vllm_config
         config.compilation_config.static_forward_context.clear()
         self.runner = runner_class(config)
@@ -56,7 +58,7 @@ class World:
         return context[self.runner._attention].kv_cache[:2]
 
     def add(self, name: str, tokens: list[int], output: int = 4, **options: Any) -> None:
-        self.scheduler.add_request(request(name, tokens, output, **options))
+        self.scheduler.add_request(request(name, tokens, output, unit=self.unit, **options))
 
     def step(self) -> Any:
         output = self.scheduler.schedule()

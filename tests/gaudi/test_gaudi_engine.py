@@ -9,9 +9,16 @@ import pytest
 import torch
 from gaudi_world import BLOCK, KERNEL_BLOCK, World, new_data, step_output
 
+from inpage.engines import activation
 from inpage.errors import ConfigError, StateError
 
 RELEASES = ("v0.26.0", "v0.30.0")
+
+
+@pytest.fixture(autouse=True)
+def _small_kernel(monkeypatch):
+    """The double's kernel takes 4 tokens at a time where vllm-gaudi's takes 128."""
+    monkeypatch.setattr(activation, "GAUDI_CHUNK", KERNEL_BLOCK)
 
 
 def prompt(length: int, first: int = 0) -> list[int]:
@@ -53,6 +60,39 @@ def test_hits_equal_cold_and_start_at_the_last_whole_block(world):
     assert world.runner.mover.counters.restores == 8
     assert not world.runner.mover.slots.held
     world.runner.mover.check_integrity()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_with_marks_hits_inside_a_block_equal_cold(gaudi, model, release):
+    world = World(gaudi.InPageModelRunner, model, release, num_blocks=80, unit=KERNEL_BLOCK)
+    lengths = (50, 33, 10, 5, BLOCK - 1)
+    assert equal(hits(world, lengths)) == 2 * len(lengths)
+    for index, length in enumerate(lengths):
+        mark = length // KERNEL_BLOCK * KERNEL_BLOCK
+        assert world.starts[f"{index} hit"] == world.starts[f"{index} hit extension"] == mark
+    assert world.runner.mover.counters.block_copies > 0
+    assert not world.runner.mover.slots.held
+    world.runner.mover.check_integrity()
+
+
+def test_with_marks_and_without_the_copy_of_blocks_hits_are_wrong(gaudi, model):
+    world = World(gaudi.InPageModelRunner, model, num_blocks=80, unit=KERNEL_BLOCK)
+    world.runner.mover.store.copy_pages = lambda copies: 0
+    assert equal(hits(world, (50, 10))) < 4
+
+
+def test_with_marks_a_crowded_pool_answers_as_an_empty_one(gaudi, model):
+    crowded = World(gaudi.InPageModelRunner, model, num_blocks=78, sequences=8, unit=KERNEL_BLOCK)
+    roomy = World(gaudi.InPageModelRunner, model, num_blocks=200, unit=KERNEL_BLOCK)
+    for index in range(10):
+        crowded.add(f"{index}", prompt(60 + 3 * index, index), output=120)
+    crowded.finish(3000)
+    assert crowded.preempted >= 3
+    assert any(position for _, position in crowded.resumes)
+    crowded.runner.mover.check_integrity()
+    for index in range(10):
+        alone = roomy.ask(f"{index}", prompt(60 + 3 * index, index), output=120)
+        assert crowded.runner.answers[f"{index}"][-1] == alone[-1]
 
 
 def test_a_crowded_pool_preempts_resumes_from_cache_and_answers_as_an_empty_one(gaudi, model):
@@ -291,7 +331,7 @@ def test_the_start_line_takes_the_place_of_upstreams_warning(gaudi, model, monke
         logging.getLogger("vllm").removeHandler(caplog.handler)
     assert "does not support prefix caching" not in caplog.text
     (line,) = lines
-    assert "block 16 tokens = the shortest prefix that can hit, 40 blocks" in line
+    assert "block 16 tokens, shortest prefix that can hit 16 tokens, 40 blocks" in line
     assert "4 slots" in line
     assert "decodes padded with kernel block 160" in line
     assert "retention dense" in line

@@ -44,6 +44,7 @@ def test_the_table_has_the_specs_numbers(run) -> None:
     output = run()
     assert cells(output, "on one rank") == ["off", "per-block", "in-page"]
     assert cells(output, "block tokens") == ["896"] * 3
+    assert cells(output, "shortest hit") == ["none", "896", "896"]
     assert cells(output, "attention page") == ["3,670,016 B"] * 3
     assert cells(output, "GDN state") == ["3,207,168 B"] * 3
     assert cells(output, "padding") == ["462,848 B", "none", "462,848 B"]
@@ -140,6 +141,16 @@ def test_a_16_bit_state_that_nobody_asked_for_is_pointed_out(run, tmp_path, conf
     stated = run("--ssm-dtype", "float32", **options)
     assert warnings(stated) == []
     assert cells(stated, "block tokens") == ["1,152"] * 3
+
+
+def test_the_match_unit_says_what_can_hit_and_has_to_divide_the_block(run) -> None:
+    output = run("--prefix-match-unit", "128", "--typical-prompt", "200")
+    assert cells(output, "shortest hit") == ["none", "128", "128"]
+    assert warnings(output) == []
+    short = run("--prefix-match-unit", "128", "--typical-prompt", "100")
+    assert warnings(short) == ["warning: Prompts of 100 tokens are shorter than a mark of 128: they never hit."]
+    with pytest.raises(ConfigError, match="marks every 100 tokens do not divide blocks of 896 tokens"):
+        run("--prefix-match-unit", "100")
 
 
 def test_kv_dtype_tp_and_alignment_reach_the_geometry(run) -> None:

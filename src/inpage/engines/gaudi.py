@@ -7,7 +7,7 @@ attention, K and V tensors in kernel blocks, hold the checkpoints.
 | vllm-gaudi's step       | here                                                                              |
 |-------------------------|-----------------------------------------------------------------------------------|
 | `initialize_kv_cache`   | pad ids in kernel blocks; slots and pages become the page store; no Mamba2 branch |
-| `_update_states`        | preceded by `Mover.before_forward`: hand back, zero, give, restore                |
+| `_update_states`        | preceded by `Mover.before_forward`: hand back, zero, copy, give, restore          |
 | `sample_tokens`         | (all forward passes are in it) followed by the saves                              |
 | `sleep`                 | lets go of the pages                                                              |
 
@@ -147,6 +147,7 @@ class InPageModelRunner(DecodePadModelRunner):
             SlotTable(range(self._gdn_max_reqs)),
             Ledger(num_blocks),
             PageStore(layers, pages),
+            getattr(self.cache_config, "prefix_match_unit", None),
         )
         self._stats = StatsLog(logger, "worker", envs.VLLM_LOG_STATS_INTERVAL)
         self._log_start(sum(layer.words * WORD for layer in layers))
@@ -206,10 +207,11 @@ class InPageModelRunner(DecodePadModelRunner):
         blocks = self.kv_cache_config.num_blocks
         tokens = printed_tokens(blocks, geometry_of(self.kv_cache_config), self.max_model_len, "in-page")
         logger.info(
-            "inpage: in-page layout, block %d tokens = the shortest prefix that can hit, %d blocks, pool of %s tokens "
-            "at max_model_len %d, %d slots of %.1f MiB each beside the pool, decodes padded with kernel block %d, "
-            "retention %s. Prefix caching works with compact GDN.",
+            "inpage: in-page layout, block %d tokens, shortest prefix that can hit %d tokens, %d blocks, pool of %s "
+            "tokens at max_model_len %d, %d slots of %.1f MiB each beside the pool, decodes padded with kernel block "
+            "%d, retention %s. Prefix caching works with compact GDN.",
             self.mover.block_tokens,
+            self.mover.grid.mark_tokens,
             blocks,
             f"{tokens:,}",
             self.max_model_len,
@@ -255,7 +257,7 @@ class InPageModelRunner(DecodePadModelRunner):
         for request_id, tokens in num_scheduled_tokens.items():
             request = self.requests[request_id]
             tables = [request.block_ids[group] for group in self._state_groups]
-            yield Run(request_id, request.num_computed_tokens, tokens, tables)
+            yield Run(request_id, request.num_computed_tokens, tokens, tables, request.num_prompt_tokens)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -21,12 +21,12 @@ def start_warning(plan: PoolPlan, geometry: Geometry, max_model_len: int) -> str
     )
 
 
-def prompt_warning(geometry: Geometry, typical_prompt: int) -> str | None:
-    """Prompts below a block reach no boundary, so they neither write nor find a checkpoint."""
-    block = geometry.block_tokens
-    if typical_prompt >= block:
+def prompt_warning(geometry: Geometry, typical_prompt: int, mark_tokens: int | None = None) -> str | None:
+    """Prompts below a block, or below a mark, reach no checkpoint, so they neither write nor find one."""
+    kind, unit = ("mark", mark_tokens) if mark_tokens else ("block", geometry.block_tokens)
+    if typical_prompt >= unit:
         return None
-    return f"Prompts of {typical_prompt:,} tokens are shorter than a block of {block:,}: they never hit."
+    return f"Prompts of {typical_prompt:,} tokens are shorter than a {kind} of {unit:,}: they never hit."
 
 
 def budget_warning(geometry: Geometry, max_num_batched_tokens: int, max_num_seqs: int) -> str | None:

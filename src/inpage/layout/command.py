@@ -17,6 +17,7 @@ from inpage.layout.geometry import Geometry
 from inpage.layout.model import ModelShape
 from inpage.layout.pool import LAYOUTS, PoolPlan, plan_pool
 from inpage.layout.units import mib, parse_memory
+from inpage.state.grid import Grid
 
 
 def plan(
@@ -34,11 +35,13 @@ def plan(
     ] = None,
     typical_prompt: Annotated[int | None, typer.Option(help="Warn if such prompts cannot hit.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Warn if blocks do not fill it.")] = None,
+    prefix_match_unit: Annotated[int | None, typer.Option(min=1, help="As given to vLLM: hits inside a block.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the numbers here as well.")] = None,
 ) -> None:
     """Print block, page, state, pool and slots of every layout for a model and a memory budget."""
     shape = ModelShape.from_file(config, ssm_dtype=ssm_dtype)
     geometry = Geometry.of(shape, kv_dtype=kv_dtype, tp=tp, alignment=alignment)
+    grid = Grid(geometry.block_tokens, prefix_match_unit or geometry.block_tokens)
     memory_bytes = parse_memory(memory)
     if session_tokens is None:
         session_tokens = min(65536, max_model_len)
@@ -58,7 +61,7 @@ def plan(
     ]
     advice = [start_warning(p, geometry, max_model_len) for p in plans]
     if typical_prompt is not None:
-        advice.append(prompt_warning(geometry, typical_prompt))
+        advice.append(prompt_warning(geometry, typical_prompt, prefix_match_unit))
     if max_num_batched_tokens is not None:
         advice.append(budget_warning(geometry, max_num_batched_tokens, max_num_seqs))
     if ssm_dtype is None and shape.ssm_dtype != "float32":
@@ -73,7 +76,7 @@ def plan(
         f"{shape.model_type}: {shape.attention_layers} attention layers, {shape.gdn_layers} GDN layers in "
         f"{geometry.gdn_groups} groups; KV {kv_dtype}, ssm {shape.ssm_dtype}, TP {tp}.\n"
     )
-    console.print(_table(geometry, plans))
+    console.print(_table(geometry, plans, grid))
     console.print(
         f"\nMemory: {mib(memory_bytes)} ({memory_bytes:,} B) is the pool of one rank; weights, activations and "
         f"the slots come on top.\nPrinted tokens: vLLM's KV cache size at max-model-len {max_model_len:,}.\n"
@@ -89,6 +92,7 @@ def plan(
             "memory_bytes": memory_bytes,
             "max_model_len": max_model_len,
             "session_tokens": session_tokens,
+            "shortest_hit_tokens": grid.mark_tokens,
             "geometry": asdict(geometry) | {name: getattr(geometry, name) for name in derived},
             "layouts": {p.layout: asdict(p) for p in plans},
             "warnings": warnings,
@@ -99,7 +103,7 @@ def plan(
             raise ConfigError(f"Cannot write {json_path}: {error.strerror}.") from error
 
 
-def _table(geometry: Geometry, plans: list[PoolPlan]) -> Table:
+def _table(geometry: Geometry, plans: list[PoolPlan], grid: Grid) -> Table:
     table = Table("on one rank", box=None, padding=(0, 2, 0, 0))
     for p in plans:
         table.add_column(p.layout, justify="right")
@@ -111,6 +115,7 @@ def _table(geometry: Geometry, plans: list[PoolPlan]) -> Table:
     padding = [0 if p.layout == "per-block" else geometry.padding_bytes for p in plans]
     tokens = ["cannot start" if p.printed_tokens is None else f"{p.printed_tokens:,}" for p in plans]
     table.add_row("block tokens", *[f"{geometry.block_tokens:,}"] * everywhere)
+    table.add_row("shortest hit", *["none" if p.layout == "off" else f"{grid.mark_tokens:,}" for p in plans])
     table.add_row("attention page", *[size(geometry.page_bytes)] * everywhere)
     table.add_row("GDN state", *[size(geometry.state_bytes)] * everywhere)
     table.add_row("padding", *map(size, padding))

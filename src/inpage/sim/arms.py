@@ -43,6 +43,8 @@ class Server:
     retention_tokens: int | None
     at_once: int
     costs: Costs
+    mark_tokens: int | None = None
+    """vLLM's `prefix_match_unit`."""
 
 
 @dataclass
@@ -68,6 +70,8 @@ class Figures:
     wall: float = 0.0
     ttft: list[float] = field(default_factory=list)
     """Of later turns."""
+    prefill_a_turn: list[int] = field(default_factory=list)
+    """Prompt tokens that each later turn did not find when it started."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -78,7 +82,11 @@ class Figures:
         """The figures, with the times to first token as mean, median and 90th percentile."""
         plain = asdict(self)
         ttft = sorted(plain.pop("ttft"))
+        prefill = sorted(plain.pop("prefill_a_turn"))
         plain["hit_rate"] = self.hit_rate
+        plain["later_turn_prefill"] = (
+            {"mean": statistics.fmean(prefill), "p50": prefill[len(prefill) // 2]} if prefill else None
+        )
         plain["later_turn_ttft"] = (
             {
                 "mean": statistics.fmean(ttft),

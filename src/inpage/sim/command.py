@@ -23,6 +23,7 @@ from inpage.sim.releases import release
 from inpage.sim.trace_report import plot
 from inpage.sim.trace_report import table as trace_table
 from inpage.sim.traces import read_traces
+from inpage.state.grid import Grid
 
 if TYPE_CHECKING:
     from inpage.sim.campaign import Campaign, Plan
@@ -74,6 +75,9 @@ def simulate(
     retention: Annotated[
         str, typer.Option(help="dense, or sparse: vLLM 0.30.0's default.", rich_help_panel=TRACES)
     ] = "dense",
+    prefix_match_unit: Annotated[
+        int | None, typer.Option(min=1, help="As given to vLLM: hits inside a block.", rich_help_panel=TRACES)
+    ] = None,
     prefill_rate: Annotated[float, typer.Option(help="Tokens a second.", rich_help_panel=TRACES)] = 1053.0,
     decode_rate: Annotated[float, typer.Option(help="Tokens a second and stream.", rich_help_panel=TRACES)] = 18.0,
     rates_from: Annotated[
@@ -104,6 +108,7 @@ def simulate(
             max_model_len=max_model_len,
             retention_tokens=None if retention == "dense" else 0,
             at_once=at_once,
+            mark_tokens=Grid(geometry.block_tokens, prefix_match_unit).mark_tokens if prefix_match_unit else None,
             costs=fitted(rates_from) if rates_from else Costs(prefill_rate, decode_rate),
         )
         sizes = [parse_memory(size) for size in memory or DEFAULT_MEMORY]
@@ -115,7 +120,9 @@ def simulate(
         if json_path is not None:
             _write(json_path, {"server": asdict(server), "arms": [one.as_json() for one in found]})
         if plot_path is not None:
-            plot(found, plot_path, f"recorded sessions, blocks of {server.block_tokens} tokens, {retention} retention")
+            marks = f", marks of {prefix_match_unit}" if prefix_match_unit else ""
+            title = f"recorded sessions, blocks of {server.block_tokens} tokens{marks}, {retention} retention"
+            plot(found, plot_path, title)
         return
     plan = Plan(range(first_seed, first_seed + seeds), steps, _pins(pins or []), mutant, path, jobs)
     with Campaign(jobs, path) as campaign:

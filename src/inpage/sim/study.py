@@ -29,6 +29,7 @@ from inpage.engines.scheduler import SchedulerSide
 from inpage.sim import engine
 from inpage.sim.arms import Arm, Figures, Server
 from inpage.sim.traces import Session
+from inpage.state.grid import Grid
 
 
 class Residency:
@@ -59,10 +60,10 @@ class Residency:
         return blocks
 
     def used(self, tables: Sequence[Sequence[int]], position: int, block_tokens: int) -> None:
-        """A step saved or restored the checkpoint at this boundary."""
+        """A step saved or restored the checkpoint at this position."""
         blocks = self._scheduler.kv_cache_manager.block_pool.blocks
         for group in self._groups:
-            block = tables[group][position // block_tokens - 1]
+            block = tables[group][(position - 1) // block_tokens]
             if block and blocks[block].block_hash is not None:
                 self._lru[block] = None
                 self._lru.move_to_end(block)
@@ -98,6 +99,7 @@ class Replay:
                 max_model_len=server.max_model_len,
                 retention_tokens=server.retention_tokens if arm.caching else None,
                 caching=arm.caching,
+                mark_tokens=server.mark_tokens if arm.caching else None,
             )
         )
         self.residency: Residency | None = None
@@ -146,7 +148,8 @@ class Replay:
         self.figures.prompt_tokens += turn.prompt_tokens
         longest = turn.prompt_tokens + turn.output_tokens
         # Two blocks in every GDN group, and the null block.
-        room = (self.arm.num_blocks - 1 - 2 * engine.GROUPS) * self.server.block_tokens
+        grid = Grid(self.server.block_tokens, self.server.mark_tokens or self.server.block_tokens)
+        room = (self.arm.num_blocks - 1 - grid.blocks_at_once(0, engine.GROUPS)) * self.server.block_tokens
         if longest > min(room, self.server.max_model_len - 1):
             self.figures.refused += 1
             self._judge(session, number, 0)
@@ -182,6 +185,9 @@ class Replay:
             active.hit = new.num_computed_tokens
             figures.hit_tokens += active.hit
             self._judge(active.session, active.turn, active.hit)
+            if active.turn:
+                prompt = self.sessions[active.session].turns[active.turn].prompt_tokens
+                figures.prefill_a_turn.append(prompt - active.hit)
             if active.hit and self.residency:
                 self.residency.used(new.block_ids, active.hit, block)
         names, sampled, prefill, decodes = [], [], 0, False
@@ -193,7 +199,8 @@ class Replay:
             else:
                 prefill += tokens
             end = request.num_computed_tokens
-            if self.residency and end % block == 0:
+            unit = self.server.mark_tokens or block
+            if self.residency and (end % block == 0 or (end % unit == 0 and end <= request.num_prompt_tokens)):
                 self.residency.used(scheduler.kv_cache_manager.get_block_ids(name), end, block)
             names.append(name)
             sampled.append([_generated(name, request.num_output_tokens)] if done else [])

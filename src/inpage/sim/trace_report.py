@@ -18,19 +18,30 @@ BOUNDED_COLORS = ("#dd8452", "#937860", "#da8bc3")
 def table(figures: Sequence[Figures], block_tokens: int) -> Table:
     """One row an arm and memory size."""
     made = Table("memory", "arm", box=None, padding=(0, 2, 0, 0))
-    headings = ("pool tokens", "hit rate", "prefill left", "preempted", "evicted", "warm", "later TTFT p50", "mean")
+    headings = (
+        "pool tokens",
+        "hit rate",
+        "prefill left",
+        "a turn p50",
+        "preempted",
+        "evicted",
+        "warm",
+        "later TTFT p50",
+        "mean",
+    )
     for heading in (*headings, "wall", "refused"):
         made.add_column(heading, justify="right")
     before = None
     for one in figures:
         plain = one.as_json()
-        ttft = plain["later_turn_ttft"]
+        ttft, prefill = plain["later_turn_ttft"], plain["later_turn_prefill"]
         made.add_row(
             mib(one.arm.memory_bytes) if one.arm.memory_bytes != before else "",
             one.arm.name,
             f"{(one.arm.num_blocks - 1) * block_tokens:,}",
             "none" if one.hit_rate is None else f"{one.hit_rate:.1%}",
             f"{one.prefill_tokens / 1e6:,.2f} M",
+            f"{prefill['p50']:,}" if prefill else "none",
             f"{one.preemptions:,}",
             f"{one.evictions:,}",
             f"{one.warm_sessions}/{one.sessions}",

@@ -100,7 +100,10 @@ class HPUModelRunner:
         for new in scheduler_output.scheduled_new_reqs:
             tables = [list(table) for table in new.block_ids]
             self.requests[new.req_id] = SimpleNamespace(
-                tokens=list(new.prompt_token_ids), block_ids=tables, num_computed_tokens=new.num_computed_tokens
+                tokens=list(new.prompt_token_ids),
+                num_prompt_tokens=len(new.prompt_token_ids),
+                block_ids=tables,
+                num_computed_tokens=new.num_computed_tokens,
             )
             added.append(new.req_id)
         cached = scheduler_output.scheduled_cached_reqs
