@@ -90,13 +90,18 @@ class Replay:
     def __init__(self, sessions: Sequence[Session], arm: Arm, server: Server) -> None:
         self.sessions, self.arm, self.server = sessions, arm, server
         self.figures = Figures(arm, sessions=sum(len(session.turns) > 1 for session in sessions))
+        grid = Grid(server.block_tokens, server.mark_tokens or server.block_tokens)
+        # What a request may hold beside its attention blocks, and the null block.
+        room = (arm.num_blocks - 1 - grid.blocks_at_once(0, engine.GROUPS)) * server.block_tokens
+        self._longest = min(room, server.max_model_len - 1)
         self.scheduler = engine.build_scheduler(
             engine.EngineSettings(
                 block_tokens=server.block_tokens,
                 num_blocks=arm.num_blocks,
                 budget=server.budget,
                 max_num_seqs=server.max_num_seqs,
-                max_model_len=server.max_model_len,
+                # Marks are refused for a pool that cannot hold the longest request.
+                max_model_len=min(server.max_model_len, room) if server.mark_tokens else server.max_model_len,
                 retention_tokens=server.retention_tokens if arm.caching else None,
                 caching=arm.caching,
                 mark_tokens=server.mark_tokens if arm.caching else None,
@@ -147,10 +152,7 @@ class Replay:
         self.figures.turns += 1
         self.figures.prompt_tokens += turn.prompt_tokens
         longest = turn.prompt_tokens + turn.output_tokens
-        # Two blocks in every GDN group, and the null block.
-        grid = Grid(self.server.block_tokens, self.server.mark_tokens or self.server.block_tokens)
-        room = (self.arm.num_blocks - 1 - grid.blocks_at_once(0, engine.GROUPS)) * self.server.block_tokens
-        if longest > min(room, self.server.max_model_len - 1):
+        if longest > self._longest:
             self.figures.refused += 1
             self._judge(session, number, 0)
             self._go_on(session, number)
