@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := 2.13.0
 
-.PHONY: demo test test-gaudi check bench setup clean help
+.PHONY: demo test test-gaudi check bench soak setup clean help
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -36,5 +36,8 @@ check: setup  ## ruff and mypy
 bench: setup  ## benchmarks, as ratios taken in one run
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 
-clean:  ## remove .venv and what the demo wrote
-	rm -rf $(VENV) demo
+soak: setup  ## 20,000 requests with aborts, preemptions and resets: memory flat, all slots home, 0 wrong
+	@$(BIN)/inpage soak $(SOAK)
+
+clean:  ## remove .venv and what the demo and the soak wrote
+	rm -rf $(VENV) demo soak

@@ -33,6 +33,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCE = REPOSITORY / "src" / "inpage"
+_paths_at_start = {str(Path(path).resolve()) for path in sys.path}
 sys.path.insert(0, str(SOURCE.parent))
 sys.dont_write_bytecode = True
 
@@ -104,7 +105,10 @@ def installed_version(package: str) -> str:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise RefusalError(f"no distribution of {package} is installed here")
+    raise RefusalError(
+        f"no distribution of {package} is installed for {sys.executable}: run it with the Python that serves, or "
+        "name its site-packages with --target"
+    )
 
 
 def check_sources(profile: Profile, fixes: list[Fix]) -> None:
@@ -124,17 +128,29 @@ def check_sources(profile: Profile, fixes: list[Fix]) -> None:
 
 # ---------------------------------------------------------------------------------------------------- what is applied
 def applied(target: Path) -> list[str]:
-    """Names of the fixes that are in place, in order; empty while something is half laid."""
-    entry_points = target / DIST_INFO / "entry_points.txt"
-    if not entry_points.is_file() or not (target / "inpage" / MARKER).is_file():
+    """Names of the fixes that are in place, in order, laid by whichever version; empty while something is half laid."""
+    if not any((found / "entry_points.txt").is_file() for found in target.glob("inpage-*.dist-info")):
         return []
-    lines = entry_points.read_text(encoding="utf-8").splitlines()
-    return [fix.name for fix in FIXES.values() if fix.entry_point in lines]
+    return _names_in(target / "inpage")
+
+
+def asked_for(target: Path) -> list[str]:
+    """Names of the fixes that are in place or that an interrupted run was about to put there."""
+    names = {*_names_in(target / "inpage"), *_names_in(target / STAGING / "inpage")}
+    return [name for name in FIXES if name in names]
+
+
+def _names_in(package: Path) -> list[str]:
+    if not (package / MARKER).is_file():
+        return []
+    names = (package / MARKER).read_text(encoding="utf-8").split()
+    return [name for name in FIXES if name in names]
 
 
 def refuse_foreign(target: Path) -> None:
     """Refuse to touch an inpage that pip, or a person, has put there."""
-    found = list(target.glob("inpage-*.dist-info"))
+    # An empty one is what an interrupted removal may leave.
+    found = [path for path in target.glob("inpage-*.dist-info") if any(path.iterdir())]
     for dist_info in found:
         installer = dist_info / "INSTALLER"
         if not installer.is_file() or installer.read_text(encoding="utf-8").strip() != INSTALLER:
@@ -193,6 +209,11 @@ def lay(target: Path, fixes: list[Fix]) -> None:
 
 def remove(target: Path, keep_staging: bool = False) -> None:
     """Take everything away that was laid, the entry points first; safe to interrupt and to repeat."""
+    if not keep_staging:
+        shutil.rmtree(target / STAGING, ignore_errors=True)
+        if (target / "inpage" / MARKER).is_file():
+            # What is taken away for good is not asked for any more, should this be interrupted.
+            (target / "inpage" / MARKER).write_text("", encoding="utf-8")
     for found in target.glob("inpage-*.dist-info"):
         # Without this file vLLM sees no fix any more, whatever else is still there.
         (found / "entry_points.txt").unlink(missing_ok=True)
@@ -207,8 +228,10 @@ def remove(target: Path, keep_staging: bool = False) -> None:
             if path.name != "INSTALLER":
                 path.unlink()
         shutil.rmtree(found)
-    if not keep_staging:
-        shutil.rmtree(target / STAGING, ignore_errors=True)
+
+
+def _folders(target: Path) -> tuple[Path, Path]:
+    return target / "inpage", target / STAGING
 
 
 def _source_files() -> list[Path]:
@@ -246,12 +269,15 @@ def in_order(names: list[str]) -> list[Fix]:
 def apply(target: Path, profile: Profile, names: list[str]) -> None:
     """Check, then lay; says what it did."""
     refuse_foreign(target)
-    fixes = in_order([*dict.fromkeys([*profile.fixes, *applied(target), *names])])
+    fixes = in_order([*dict.fromkeys([*profile.fixes, *asked_for(target), *names])])
     check_sources(profile, fixes)
     if applied(target) == [fix.name for fix in fixes] and is_whole(target):
+        shutil.rmtree(target / STAGING, ignore_errors=True)
         print(f"nothing to do: {', '.join(applied(target))} in place in {target}")
         return
     lay(target, fixes)
+    if str(target) not in _paths_at_start:
+        print(f"note: {sys.executable} does not look for packages in {target}; the Python that serves must")
     print(f"applied to {target}: {', '.join(applied(target))}")
 
 
@@ -283,8 +309,9 @@ def revert(target: Path, names: list[str]) -> None:
         lay(target, rest)
         print(f"left in {target}: {', '.join(applied(target))}")
     else:
+        was_there = any(target.glob("inpage-*.dist-info")) or any(map(Path.exists, _folders(target)))
         remove(target)
-        print(f"nothing of inpage is left in {target}" if there else f"nothing was applied to {target}")
+        print(f"nothing of inpage is left in {target}" if was_there else f"nothing was applied to {target}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -315,8 +342,11 @@ def main(arguments: list[str] | None = None) -> int:
             check(target, PROFILES[options.profile], names)
         else:
             apply(target, PROFILES[options.profile], names)
-    except (RefusalError, InPageError, PermissionError) as refusal:
+    except (RefusalError, InPageError) as refusal:
         print(f"refused: {refusal}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"failed: {error}. Once that is put right, run this again, or --revert.", file=sys.stderr)
         return 1
     return 0
 

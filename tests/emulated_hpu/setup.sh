@@ -16,7 +16,8 @@ if [ ! -x "$VENV/bin/python" ]; then
     echo '*' > "$VENV/.gitignore"
 fi
 
-if ! cmp -s requirements/gaudi-test.txt "$VENV/installed.txt"; then
+wanted() { cat requirements/gaudi-test.txt pyproject.toml; }  # the entry points are in the latter
+if ! wanted | cmp -s - "$VENV/installed.txt"; then
     say "installing torch $TORCH+cpu (about 200 MB)"
     pip install --quiet --no-deps "torch==$TORCH+cpu" 2>/dev/null ||
         pip install --quiet --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$TORCH+cpu" ||
@@ -25,7 +26,7 @@ if ! cmp -s requirements/gaudi-test.txt "$VENV/installed.txt"; then
     pip install --quiet --no-deps --progress-bar off -r requirements/gaudi-test.txt ||
         fail "the lock could not be installed: see pip's message above"
     pip install --quiet --no-deps --no-build-isolation --editable . || fail "inpage could not be installed: see above"
-    cp requirements/gaudi-test.txt "$VENV/installed.txt"
+    wanted > "$VENV/installed.txt"
 fi
 
 "$VENV/bin/python" tests/emulated_hpu/install.py "$VLLM_GAUDI"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from inpage.demo.cases import BLOCK_TOKENS, CASES
 from inpage.demo.command import PARITY_LONGEST_TOKENS, PARITY_OUTPUT_TOKENS, PARITY_VOCAB, server_arguments
 from inpage.demo.server import running_server
 from inpage.errors import ServerError
+from inpage.gates.metrics_text import Metrics
 from inpage.gates.parity import Completions, make_cases, run_parity
 from inpage.replay.result import summarize
 from inpage.replay.runner import replay_arm
@@ -49,6 +51,9 @@ def test_stock_vllm_gets_the_same_prompts_wrong(model, tmp_path):
     arguments = server_arguments(CASES["quick"])
     with running_server(str(model), arguments, "native", tmp_path / "log", ENVIRONMENT) as server:
         parity = parity_on(server.url, str(model), 8)
+        metrics = Metrics(httpx.get(f"{server.url}/metrics", timeout=30.0).text)
+    assert metrics.names("vllm:")
+    assert not metrics.names("inpage")
     assert parity.hits > 0
     assert not parity.exact
     assert parity.worst_drift > 0

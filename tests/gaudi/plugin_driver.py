@@ -108,12 +108,74 @@ def parity(model: str, options: dict[str, Any]) -> Any:
     """Hit against cold."""
     lengths = tuple(options.pop("lengths", LENGTHS))
     engine = Engine(model, **options)
+    if options.get("load_format") == "dummy":
+        give_weights(engine.runner.model)
     import inpage
 
     try:
         return {"rows": engine.hit_against_cold(lengths), "inpage": inpage.__file__}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+def sleeping(model: str, options: dict[str, Any]) -> Any:
+    """Hit against cold, sleep and wake, and again; what was cached before is not found afterwards."""
+    engine = Engine(model, enable_sleep_mode=True, **options)
+    prompt = engine.tokens(900)
+    cold = engine.one(prompt)
+    rows = engine.hit_against_cold((1500,))
+    engine.llm.sleep(1)
+    asleep = engine.runner.mover is None
+    engine.llm.wake_up()
+    return {
+        "rows": [*rows, *engine.hit_against_cold((1500,))],
+        "asleep": asleep,
+        "afterwards": compare(cold, engine.one(prompt)),
+    }
+
+
+def switching(model: str, options: dict[str, Any]) -> Any:
+    """Hit against cold on one model, on another after vllm-gaudi's switch, and on the first again."""
+    import cloudpickle
+    from vllm.engine.arg_utils import EngineArgs
+
+    other = options.pop("other")
+    engine = Engine(model, **options)
+
+    def switch_to(name: str) -> str:
+        config = EngineArgs(model=name, **{**ENGINE, **options}).create_engine_config()
+        engine.core.gaudi_reconfigure_engine(cloudpickle.dumps(config))
+        return type(engine.runner).__name__
+
+    rows = engine.hit_against_cold((900,))
+    runners = [switch_to(other)]
+    rows += engine.hit_against_cold((900,))
+    runners.append(switch_to(model))
+    return {"rows": rows + engine.hit_against_cold((900,)), "runners": runners}
+
+
+def give_weights(model: Any) -> None:
+    """Weights as the demo's model has them, not vLLM's dummies, which forget a state within a few tokens."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(shape: Any, deviation: float) -> Any:
+        return torch.randn(shape, generator=generator) * deviation
+
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            if name.endswith("A_log"):
+                weight.copy_(torch.log(torch.rand(weight.shape, generator=generator) * 0.2 + 0.002))
+            elif name.endswith("dt_bias"):
+                weight.copy_(torch.rand(weight.shape, generator=generator) * 2 - 4)
+            elif "conv1d" in name:
+                weight.copy_(normal(weight.shape, 0.5))
+            elif weight.dim() >= 2:
+                gain = 2.0 if "lm_head" in name else 1.0
+                weight.copy_(normal(weight.shape, 1.0 if "embed" in name else gain / weight.shape[-1] ** 0.5))
+            else:
+                weight.copy_(normal(weight.shape, 0.1) + ("linear_attn.norm" in name))
 
 
 @contextmanager
@@ -181,14 +243,27 @@ def preemption(model: str, options: dict[str, Any]) -> Any:
     } | options
     engine = Engine(model, **options)
     scheduler, llm_engine = engine.core.scheduler, engine.llm.llm_engine
+    mover = getattr(engine.runner, "mover", None)
+    states = StatesSeen(mover.store) if mover is not None else None
     preempted: list[str] = []
-    original = scheduler._preempt_request
+    resumed: list[list[Any]] = []
+    preempt, schedule = scheduler._preempt_request, scheduler.schedule
 
-    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
+    def count_preempted(request: Any, *args: Any, **kwargs: Any) -> Any:
         preempted.append(request.request_id.rsplit("-", 1)[0])
-        return original(request, *args, **kwargs)
+        return preempt(request, *args, **kwargs)
 
-    scheduler._preempt_request = count
+    def count_resumed(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        cached = output.scheduled_cached_reqs
+        resumed.extend(
+            [name.rsplit("-", 1)[0], cached.num_computed_tokens[index]]
+            for index, name in enumerate(cached.req_ids)
+            if name in cached.resumed_req_ids
+        )
+        return output
+
+    scheduler._preempt_request, scheduler.schedule = count_preempted, count_resumed
 
     def parameters(output: int) -> Any:
         return SamplingParams(temperature=0, max_tokens=output, logprobs=1, ignore_eos=True, detokenize=False)
@@ -213,51 +288,121 @@ def preemption(model: str, options: dict[str, Any]) -> Any:
             steps += 1
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "preempted": preempted}
-    result = {"preempted": preempted, "finished": {name: len(tokens) for name, tokens in finished.items()}}
-    mover = getattr(engine.runner, "mover", None)
-    if mover is not None:
+    result = {
+        "preempted": preempted,
+        "resumed": resumed,
+        "finished": {name: len(tokens) for name, tokens in finished.items()},
+    }
+    if mover is not None and states is not None:
         engine.one(engine.tokens(5), 1)  # its first step hands the others' slots back
         mover.check_integrity()
-        result |= {"held": len(mover.slots.held), "counters": vars(mover.counters)}
+        result |= {
+            "held": len(mover.slots.held),
+            "counters": vars(mover.counters),
+            "restores": states.restores,
+            "restored as saved": states.as_saved,
+        }
     return result
 
 
+class StatesSeen:
+    """Watches the copies of a store: is what comes back into a slot what went into the pages, bit for bit?"""
+
+    def __init__(self, store: Any) -> None:
+        self.restores = self.as_saved = 0
+        self._saved: dict[tuple[int, ...], bytes] = {}
+        save, restore = store.save, store.restore
+
+        def state(slot: int) -> bytes:
+            return b"".join(part[slot].numpy().tobytes() for layer in store.layers for part in layer.slot_parts)
+
+        def watched_save(slot: int, blocks: Any) -> int:
+            self._saved[tuple(blocks)] = state(slot)
+            return save(slot, blocks)
+
+        def watched_restore(slot: int, blocks: Any) -> int:
+            copied = restore(slot, blocks)
+            self.restores += 1
+            self.as_saved += self._saved.get(tuple(blocks)) == state(slot)
+            return copied
+
+        store.save, store.restore = watched_save, watched_restore
+
+
 def decode_padding(model: str, options: dict[str, Any]) -> Any:
-    """Three decodes padded to four: which bytes of the pool change beside the rows the step computes?"""
+    """Three decodes padded to four: which bytes of the pool change beside the rows that the step is to write?
+
+    Every row of K and V in every attention layer is compared, whoever it belongs to: attention, a checkpoint, nobody.
+    """
+    import torch
+
     engine = Engine(model, **{"enable_prefix_caching": False} | options)
     runner = engine.runner
-    attention = next(g for g in runner.kv_cache_config.kv_cache_groups if hasattr(g.kv_cache_spec, "num_kv_heads"))
-    group = runner.kv_cache_config.kv_cache_groups.index(attention)
-    layer = runner.vllm_config.compilation_config.static_forward_context[attention.layer_names[0]]
-    key = layer.kv_cache[0]
+    groups = runner.kv_cache_config.kv_cache_groups
+    attention = next(index for index, group in enumerate(groups) if hasattr(group.kv_cache_spec, "num_kv_heads"))
+    context = runner.vllm_config.compilation_config.static_forward_context
     pool_rows = runner.kv_cache_config.num_blocks * BLOCK
+    pool = {
+        f"{part} of {name}": tensor[:pool_rows].view(torch.int16).flatten(1)  # as it is stored: NaN equals itself
+        for name in groups[attention].layer_names
+        for part, tensor in zip("KV", context[name].kv_cache[:2], strict=True)
+    }
+    mover = getattr(runner, "mover", None)
     original = runner.sample_tokens
-    strays: list[list[int]] = []
+    strays: dict[str, set[int]] = {name: set() for name in pool}
+    result: dict[str, Any] = {"steps": 0, "steps with strays": 0, "saves": 0, "checkpoints": 0, "live": set()}
+
+    def rows_to_write(step: Any) -> set[int]:
+        """The row of each token in its own block, and the pages of the checkpoints that fall due."""
+        rows = set()
+        for request_id, tokens in step.num_scheduled_tokens.items():
+            request = runner.requests[request_id]
+            end = request.num_computed_tokens + tokens
+            for position in range(request.num_computed_tokens, end):
+                rows.add(request.block_ids[attention][position // BLOCK] * BLOCK + position % BLOCK)
+            if mover is not None and end % BLOCK == 0:
+                result["saves"] += 1
+                for group, table in enumerate(request.block_ids):
+                    if group != attention:
+                        first = table[end // BLOCK - 1] * BLOCK
+                        rows.update(range(first, first + BLOCK))
+        return rows
+
+    def holder(row: int) -> str:
+        block = row // BLOCK
+        for request in runner.requests.values():
+            if block in request.block_ids[attention]:
+                return "attention of a running request"
+        return str(mover.ledger.content(block)) if mover is not None else "nobody"
 
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-        before = key.clone()
-        expected = set()
-        for request_id, tokens in (
-            runner.scheduler_output.num_scheduled_tokens if runner.scheduler_output else {}
-        ).items():
-            request = runner.requests[request_id]
-            for position in range(request.num_computed_tokens, request.num_computed_tokens + tokens):
-                expected.add(request.block_ids[group][position // BLOCK] * BLOCK + position % BLOCK)
-        decodes = bool(runner.scheduler_output) and set(runner.scheduler_output.num_scheduled_tokens.values()) == {1}
-        result = original(*args, **kwargs)
-        changed = (before != key).flatten(1).any(1).nonzero().flatten().tolist()
-        owned = {block for request in runner.requests.values() for block in request.block_ids[group]}
-        if decodes and runner.input_batch.num_reqs == 3:
-            strays.append([r for r in changed if r < pool_rows and r not in expected and r // BLOCK in owned])
-        return result
+        step = runner.scheduler_output
+        if step is None or len(step.num_scheduled_tokens) != 3 or set(step.num_scheduled_tokens.values()) != {1}:
+            return original(*args, **kwargs)
+        before = {name: tensor.clone() for name, tensor in pool.items()}
+        expected = rows_to_write(step)
+        output = original(*args, **kwargs)
+        found = {
+            name: {*(before[name] != tensor).any(1).nonzero().flatten().tolist()} - expected
+            for name, tensor in pool.items()
+        }
+        for name, rows in found.items():
+            strays[name] |= rows
+            result["live"] |= {holder(row) for row in rows}
+        result["steps"] += 1
+        result["steps with strays"] += any(found.values())
+        if mover is not None:
+            result["checkpoints"] = max(result["checkpoints"], mover.ledger.counts()[1])
+        return output
 
     runner.sample_tokens = sample_tokens
-    engine.generate([engine.tokens(n) for n in (1600, 1700, 1800)], 16)
-    return {
+    # The second passes a boundary while all three decode: a checkpoint is written in a padded step.
+    engine.generate([engine.tokens(n) for n in (1600, 1910, 1800)], 16)
+    return result | {
         "pad block": runner._PAD_BLOCK_ID,
-        "steps": len(strays),
-        "steps with strays": sum(bool(s) for s in strays),
-        "rows": sorted({row for stray in strays for row in stray}),
+        "live": sorted(result["live"]),
+        "strays": {name: sorted(rows) for name, rows in strays.items()},
+        "bytes compared": sum(tensor.numel() * tensor.element_size() for tensor in pool.values()),
         "runner": type(runner).__name__,
     }
 
@@ -272,14 +417,26 @@ def pool(model: str, options: dict[str, Any]) -> Any:
 
 
 def refusals(model: str, options: dict[str, Any]) -> Any:
-    """Configurations that are not covered, refused while the configuration is made: no engine starts."""
+    """What becomes of configurations while they are made, no engine starts: the worker's class, or the error.
+
+    `cases` are pairs of engine options and environment.
+    """
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    try:
-        config = EngineArgs(model=model, **{**ENGINE, **options}).create_engine_config()
-        return {"worker": config.parallel_config.worker_cls}
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    results = []
+    for engine_options, environment in options["cases"]:
+        if connector := engine_options.pop("connector", None):
+            engine_options["kv_transfer_config"] = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+        os.environ.update(environment)
+        try:
+            config = EngineArgs(model=model, **{**ENGINE, **engine_options}).create_engine_config()
+            results.append(config.parallel_config.worker_cls)
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+        for name in environment:
+            del os.environ[name]
+    return results
 
 
 def stops(model: str, options: dict[str, Any]) -> Any:
@@ -312,7 +469,7 @@ def stops(model: str, options: dict[str, Any]) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
-    f.__name__: f for f in (parity, mutants, preemption, decode_padding, pool, refusals, stops)
+    f.__name__: f for f in (parity, sleeping, switching, mutants, preemption, decode_padding, pool, refusals, stops)
 }
 
 

@@ -170,3 +170,18 @@ def test_an_interruption_before_the_measurement_is_an_ordinary_one(double: Any, 
     finally:
         signal.signal(signal.SIGINT, before)
     assert not isinstance(caught.value, ReplayInterrupted)
+
+
+def test_every_turn_of_a_session_names_it_for_a_router_and_nothing_else_does(double: Any, small: SessionSpec) -> None:
+    result = replay_arm(double.url, small, arm="in-page", session_header="X-Conversation")
+    named = [headers["X-Conversation"] for headers in double.headers if "X-Conversation" in headers]
+    assert sorted(named) == sorted(f"{result.transcript_digest[:12]}-{session}" for session in (0, 1) for _ in range(4))
+    assert len(double.headers) > len(named)  # calibration and warm-up belong to no session
+    double.headers.clear()
+    replay_arm(double.url, small, arm="again")
+    assert {headers["x-session-id"] for headers in double.headers if "x-session-id" in headers} == set(named)
+
+
+def test_a_name_that_is_no_header_is_refused(double: Any, small: SessionSpec) -> None:
+    with pytest.raises(ConfigError, match="--session-header is 'x y'"):
+        replay_arm(double.url, small, arm="in-page", session_header="x y")

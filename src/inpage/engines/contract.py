@@ -179,7 +179,16 @@ SCHEDULER = (
     Symbol(
         "v1/core/sched/scheduler.py",
         "Scheduler",
-        ("block_size", "hash_block_size", "cache_config", "kv_cache_manager", "requests", "shutdown"),
+        (
+            "block_size",
+            "hash_block_size",
+            "cache_config",
+            "kv_cache_manager",
+            "requests",
+            "shutdown",
+            "make_stats",
+            "update_from_output",
+        ),
     ),
     Symbol("v1/core/kv_cache_manager.py", "KVCacheManager.get_computed_blocks", ("request",)),
     Symbol("v1/core/kv_cache_manager.py", "KVCacheManager", ("block_pool", "coordinator", "get_block_ids")),
@@ -207,8 +216,21 @@ SCHEDULER = (
         ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
     ),
     Symbol("v1/core/sched/output.py", "NewRequestData", ("req_id", "block_ids", "num_computed_tokens")),
+    # The way of the counters to /metrics.
+    Symbol("v1/outputs.py", "ModelRunnerOutput", ("req_ids",)),
+    Symbol("v1/outputs.py", "AsyncModelRunnerOutput", ("get_output",)),
+    Symbol("v1/metrics/stats.py", "SchedulerStats", ("waiting_lora_adapters",)),
+    Symbol("v1/metrics/loggers.py", "StatLoggerBase", ("record", "log_engine_initialized")),
+    Symbol("v1/metrics/loggers.py", "StatLoggerManager", ("stat_loggers", "engine_indexes", "record")),
+    # Marks: what is published inside a block, and which blocks are copied for it.
+    Symbol("v1/core/block_pool.py", "BlockPool.cache_partial_block", ("block", "num_tokens")),
+    Symbol("v1/core/block_pool.py", "BlockPool.move_block_hashes", ("src_block", "dst_block")),
+    Symbol("v1/core/single_type_kv_cache_manager.py", "MambaManager.allocate_new_blocks"),
+    Symbol("v1/core/single_type_kv_cache_manager.py", "MambaManager._cache_partial_tail_block"),
+    Symbol("v1/core/kv_cache_manager.py", "KVCacheManager.take_kv_cache_block_copies"),
+    Symbol("v1/core/kv_cache_utils.py", "KVCacheBlock", ("block_id", "ref_cnt", "block_hash", "block_hash_num_tokens")),
 )
-"""What the scheduler side uses."""
+"""What the scheduler side uses, and the front end."""
 
 CPU_WORKER = (
     Symbol("platforms/cpu.py", "CpuPlatform.check_and_update_config", ("vllm_config",)),
@@ -223,6 +245,8 @@ CPU_WORKER = (
     Symbol("v1/worker/gpu_model_runner.py", "GPUModelRunner._build_attention_metadata"),
     Symbol("v1/worker/gpu_model_runner.py", "GPUModelRunner._model_forward"),
     Symbol("v1/worker/gpu_model_runner.py", "GPUModelRunner.execute_model", ("scheduler_output",)),
+    Symbol("v1/worker/gpu_model_runner.py", "GPUModelRunner.sample_tokens", ("grammar_output",)),
+    Symbol("v1/worker/utils.py", "copy_kv_cache_blocks_inplace", ("kv_cache_block_copies",)),
     Symbol("v1/worker/mamba_utils.py", "preprocess_mamba", ("scheduler_output", "mamba_state_idx")),
     Symbol("model_executor/layers/mamba/abstract.py", "MambaBase.bind_kv_cache", ("kv_cache",)),
     Symbol(

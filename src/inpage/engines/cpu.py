@@ -28,6 +28,7 @@ from vllm.v1.worker import gpu_model_runner, mamba_utils
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from inpage.engines.activation import StatsLog
+from inpage.engines.metrics import WorkerReport
 from inpage.engines.scheduler import geometry_of, group_ids, step_facts
 from inpage.errors import ConfigError, StateError
 from inpage.layout.pool import printed_tokens
@@ -101,6 +102,7 @@ class InPageCPUModelRunner(CPUModelRunner):
             self.cache_config.prefix_match_unit,
         )
         self._stats = StatsLog(logger, "worker", envs.VLLM_LOG_STATS_INTERVAL)
+        self._report = WorkerReport()
         self._log_start(kv_cache_config, slots * sum(layer.words * WORD for layer in layers))
         return kv_caches
 
@@ -142,11 +144,17 @@ class InPageCPUModelRunner(CPUModelRunner):
         self._step = scheduler_output
         try:
             with no_copies():
-                return super().execute_model(scheduler_output, *args, **kwargs)
+                output = super().execute_model(scheduler_output, *args, **kwargs)
+            return self._report.on(output, self.mover, idle=not scheduler_output.total_num_scheduled_tokens)
         finally:
             self._step = None
             self.mover.counters.step_seconds += time.perf_counter() - began
             self.log_counters()
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; its output carries the counters when they are due."""
+        output = super().sample_tokens(*args, **kwargs)
+        return output if self.mover is None else self._report.on(output, self.mover)
 
     def _update_states(self, scheduler_output: Any) -> Any:
         if self.mover is not None:

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_gaudi.v1.worker import hpu_model_runner, hpu_worker
 
 from inpage.engines.activation import StatsLog, why_not
+from inpage.engines.metrics import WorkerReport
 from inpage.engines.scheduler import geometry_of, group_ids, step_facts
 from inpage.errors import ConfigError
 from inpage.layout.pool import printed_tokens
@@ -150,6 +151,7 @@ class InPageModelRunner(DecodePadModelRunner):
             getattr(self.cache_config, "prefix_match_unit", None),
         )
         self._stats = StatsLog(logger, "worker", envs.VLLM_LOG_STATS_INTERVAL)
+        self._report = WorkerReport()
         self._log_start(sum(layer.words * WORD for layer in layers))
 
     def _cache_of(self, name: str) -> list[torch.Tensor]:
@@ -226,7 +228,10 @@ class InPageModelRunner(DecodePadModelRunner):
         """As vllm-gaudi's: it brings its states up to date, the forward passes are in `sample_tokens`."""
         self._step = None if warmup_mode or self.mover is None else scheduler_output
         with self._timed():
-            return super().execute_model(scheduler_output, warmup_mode)
+            output = super().execute_model(scheduler_output, warmup_mode)
+        if self._step is None:
+            return output
+        return self._report.on(output, self.mover, idle=not scheduler_output.num_scheduled_tokens)
 
     def _update_states(self, scheduler_output: Any) -> Any:
         if self.mover is None or self._step is None:
@@ -251,7 +256,7 @@ class InPageModelRunner(DecodePadModelRunner):
             output = super().sample_tokens(grammar_output)
             self.mover.after_forward(runs)
         self.log_counters()
-        return output
+        return self._report.on(output, self.mover)
 
     def _runs(self, num_scheduled_tokens: dict[str, int]) -> Iterator[Run]:
         for request_id, tokens in num_scheduled_tokens.items():

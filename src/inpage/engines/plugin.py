@@ -33,9 +33,10 @@ def register() -> None:
             from inpage.engines import contract
 
             contract.verify("vllm", contract.SCHEDULER)
-        from inpage.engines import scheduler
+        from inpage.engines import metrics, scheduler
 
         scheduler.install()
+        metrics.install()
     if on_gaudi() and (in_page or decode_pad_wanted()):
         from inpage.engines import gaudi_platform
 

@@ -34,6 +34,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from inpage.engines.activation import CPU_WORKER, GAUDI_WORKER, StatsLog, switch, why_not
+from inpage.engines.metrics import SchedulerReport
 from inpage.errors import ConfigError, StateError
 from inpage.layout.geometry import Geometry, state_bytes
 from inpage.state.grid import Grid
@@ -141,7 +142,7 @@ class SchedulerSide:
         self.written = WrittenBlocks(self.grid)
         self.counters = SchedulerCounters()
         self._stats = StatsLog(logger, "scheduler", envs.VLLM_LOG_STATS_INTERVAL)
-        self._counted: set[str] = set()
+        self._report = SchedulerReport()
         self._attach()
 
     def _refuse_small_pool(self) -> None:
@@ -160,6 +161,8 @@ class SchedulerSide:
         for owner, name, wrapper in (
             (scheduler, "schedule", self._schedule),
             (scheduler, "_mamba_block_aligned_split", self._split),
+            (scheduler, "update_from_output", self._update_from_output),
+            (scheduler, "make_stats", self._make_stats),
             (scheduler, "shutdown", self._shutdown),
             (manager, "get_computed_blocks", self._get_computed_blocks),
             (pool, "get_cached_block", self._get_cached_block),
@@ -267,6 +270,18 @@ class SchedulerSide:
                 manager.cached_blocks_this_step.add(blocks[group][-1].block_hash)
             self.counters.deferred += 1
         return result
+
+    # ------------------------------------------------------------------ metrics
+    def _update_from_output(
+        self, original: Callable[..., Any], scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._report.receive(model_runner_output)
+        return original(scheduler_output, model_runner_output, *args, **kwargs)
+
+    def _make_stats(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stats = original(*args, **kwargs)
+        self._report.add_to(stats, vars(self.counters))
+        return stats
 
     def _shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._stats.log(self.counters.line, at_shutdown=True)

@@ -22,9 +22,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import httpx
-
-from inpage.errors import ServerError
+from inpage.errors import ConfigError
+from inpage.gates.bench import Bench, Judge
+from inpage.gates.client import Completions, Generate, Generation
+from inpage.gates.result import GateResult
 
 SHAPES = ("single", "turns", "extension", "diverging")
 
@@ -36,31 +37,6 @@ class Case:
     shape: str
     fill: tuple[int, ...]
     prompt: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One answer: tokens, the log probabilities of the top candidates at every position, cached tokens."""
-
-    tokens: tuple[str, ...]
-    logprobs: tuple[tuple[tuple[str, float], ...], ...]
-    cached_tokens: int | None
-
-    def same_as(self, other: Generation) -> bool:
-        """Equal to the bit: JSON carries floats so that they come back exactly."""
-        return self.tokens == other.tokens and self.logprobs == other.logprobs
-
-    def drift(self, other: Generation) -> float:
-        """The largest difference of a log probability, over the positions before the tokens part."""
-        worst = 0.0
-        for mine, theirs, token, other_token in zip(
-            self.logprobs, other.logprobs, self.tokens, other.tokens, strict=False
-        ):
-            both = dict(mine).keys() & dict(theirs).keys()
-            worst = max([worst, *(abs(dict(mine)[name] - dict(theirs)[name]) for name in both)])
-            if token != other_token:
-                break
-        return worst
 
 
 @dataclass(frozen=True)
@@ -109,8 +85,15 @@ class Parity:
         return bool(self.comparisons) and self.equal == len(self.comparisons)
 
 
-def make_cases(count: int, block_tokens: int, longest_tokens: int, vocab: int, seed: int = 0) -> list[Case]:
-    """`count` cases over the four shapes, from a little over one block to `longest_tokens`."""
+def make_cases(
+    count: int,
+    block_tokens: int,
+    longest_tokens: int,
+    vocab: int,
+    seed: int = 0,
+    shapes: Sequence[str] = SHAPES,
+) -> list[Case]:
+    """`count` cases over the shapes, filled with a little over one block to `longest_tokens`."""
     rng = random.Random(seed)
 
     def tokens(number: int) -> tuple[int, ...]:
@@ -118,13 +101,13 @@ def make_cases(count: int, block_tokens: int, longest_tokens: int, vocab: int, s
 
     cases = []
     for index in range(count):
-        shape = SHAPES[index % len(SHAPES)]
+        shape = shapes[index % len(shapes)]
         length = rng.randrange(block_tokens + block_tokens // 2, longest_tokens)
         first = tokens(length)
         if shape == "single":
             cases.append(Case(shape, first, first))
         elif shape == "turns":
-            cases.append(Case(shape, first, first + tokens(rng.randrange(50, block_tokens))))
+            cases.append(Case(shape, first, first + tokens(rng.randrange(min(50, block_tokens // 2), block_tokens))))
         elif shape == "extension":
             cases.append(Case(shape, first, first + tokens(block_tokens + rng.randrange(1, 64))))
         else:
@@ -133,40 +116,13 @@ def make_cases(count: int, block_tokens: int, longest_tokens: int, vocab: int, s
     return cases
 
 
-class Completions:
-    """vLLM's `/v1/completions` with token ids in, tokens and logprobs out."""
-
-    def __init__(self, base_url: str, model: str, output_tokens: int, timeout_s: float = 300.0) -> None:
-        self._client = httpx.Client(base_url=base_url, timeout=timeout_s)
-        self._model = model
-        self._output_tokens = output_tokens
-
-    def generate(self, prompt: Sequence[int], salt: str) -> Generation:
-        """Greedy decoding under a cache salt; raises `ServerError` when the server refuses."""
-        body = {
-            "model": self._model,
-            "prompt": list(prompt),
-            "max_tokens": self._output_tokens,
-            "temperature": 0,
-            "logprobs": 3,
-            "ignore_eos": True,
-            "cache_salt": salt,
-            "return_tokens_as_token_ids": True,
-        }
-        try:
-            response = self._client.post("/v1/completions", json=body)
-        except httpx.HTTPError as error:
-            raise ServerError(f"no answer to a prompt of {len(prompt)} tokens: {error!r}") from error
-        if response.status_code != 200:
-            raise ServerError(f"HTTP {response.status_code} to a prompt of {len(prompt)} tokens: {response.text[:300]}")
-        answer = response.json()
-        choice = answer["choices"][0]
-        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-        return Generation(
-            tokens=tuple(choice["logprobs"]["tokens"]),
-            logprobs=tuple(tuple(sorted(top.items())) for top in choice["logprobs"]["top_logprobs"]),
-            cached_tokens=details.get("cached_tokens"),
-        )
+def compare_case(generate: Generate, case: Case, unrelated: Sequence[int]) -> Comparison:
+    """Cold, fill, something unrelated, hit."""
+    salt = uuid.uuid4().hex
+    cold = generate(case.prompt, salt + "-cold")
+    generate(case.fill, salt)
+    generate(unrelated, salt + "-unrelated")
+    return Comparison(case, cold, generate(case.prompt, salt))
 
 
 def run_parity(
@@ -175,11 +131,23 @@ def run_parity(
     """Compare hit with cold for every case; `done` is called after each."""
     parity = Parity()
     for case in cases:
-        salt = uuid.uuid4().hex
-        cold = completions.generate(case.prompt, salt + "-cold")
-        completions.generate(case.fill, salt)
-        completions.generate(unrelated, salt + "-unrelated")
-        hit = completions.generate(case.prompt, salt)
-        parity.comparisons.append(Comparison(case, cold, hit))
+        parity.comparisons.append(compare_case(completions.generate, case, unrelated))
         done()
     return parity
+
+
+def gate(bench: Bench) -> GateResult:
+    """The gate: `prompts` cases over the chosen shapes."""
+    judge, sizes = Judge(bench), bench.sizes
+    shapes = [shape.strip() for shape in sizes.shapes.split(",")]
+    if unknown := [shape for shape in shapes if shape not in SHAPES]:
+        raise ConfigError(f"--shapes {','.join(unknown)}: there are {', '.join(SHAPES)}")
+    longest = bench.longest
+    cases = make_cases(sizes.prompts, bench.block, longest, sizes.vocab, sizes.seed, shapes)
+    unrelated = bench.tokens(bench.random("unrelated"), bench.block + 16)
+    for index in bench.cases(len(cases)):
+        case = cases[index]
+        seen = compare_case(bench.server.generate, case, unrelated)
+        judge.compare(index, case.shape, case.prompt, seen.cold, seen.hit)
+    judge.figures["longest prompt"] = max(len(case.prompt) for case in cases)
+    return judge.result(f"{judge.equal} of {judge.compared} equal, {judge.hits} hit, drift {judge.worst_drift:.3g}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,6 +16,8 @@ from inpage.replay.sessions import Message, Tool
 from inpage.replay.sse import EventParser
 
 ERROR_CHARS = 300
+SESSION_HEADER = "x-session-id"
+"""What routers that keep a session on its replica go by, such as one of `inpage route-config`; servers ignore it."""
 
 
 @dataclass
@@ -47,10 +50,18 @@ class Server:
     """An HTTP client bound to one server and, once `identify` has run, one model.
 
     `plain` leaves out what only vLLM understands; `timeout_s` is the longest silence allowed, which on a
-    cold long prompt is the time to its first token.
+    cold long prompt is the time to its first token; `session_header` names the session for a router.
     """
 
-    def __init__(self, base_url: str, *, plain: bool, timeout_s: float, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        plain: bool,
+        timeout_s: float,
+        api_key: str | None = None,
+        session_header: str = SESSION_HEADER,
+    ) -> None:
         try:
             url = httpx.URL(base_url.strip())
         except httpx.InvalidURL as error:
@@ -59,11 +70,14 @@ class Server:
             raise ConfigError(f"not an HTTP URL: {base_url!r}; give one like http://127.0.0.1:8000")
         if not timeout_s > 0:
             raise ConfigError(f"--timeout is {timeout_s}: it must be above zero seconds")
+        if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", session_header) is None:
+            raise ConfigError(f"--session-header is {session_header!r}: not the name of an HTTP header")
         root = url.copy_with(path=url.path.rstrip("/").removesuffix("/v1") + "/", query=None, fragment=None)
         # The address is shown and stored, a user name and password in it are not.
         self.url = str(root.copy_with(username="", password="")).rstrip("/")
         self.plain = plain
         self.timeout_s = timeout_s
+        self.session_header = session_header
         self.model = ""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(
@@ -140,10 +154,13 @@ class Server:
             ) from error
         return int(tokens)
 
-    async def stream(self, messages: list[Message], tools: list[Tool], output_tokens: int) -> Answer:
+    async def stream(
+        self, messages: list[Message], tools: list[Tool], output_tokens: int, session: str | None = None
+    ) -> Answer:
         """Send one request and time its stream; what goes wrong is in the answer's `error`, not raised."""
+        headers = {} if session is None else {self.session_header: session}
         request = self._http.build_request(
-            "POST", "v1/chat/completions", json=self._body(messages, tools, output_tokens)
+            "POST", "v1/chat/completions", json=self._body(messages, tools, output_tokens), headers=headers
         )
         reading, start = Reading(), time.perf_counter()
         try:

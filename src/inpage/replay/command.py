@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from inpage.errors import ConfigError
+from inpage.replay.client import SESSION_HEADER
 from inpage.replay.compare import render_table
 from inpage.replay.report import write_report
 from inpage.replay.result import ArmResult, TurnRecord, load_result, save_result
@@ -39,6 +40,7 @@ def replay(
     warmup: Annotated[bool, typer.Option(help="First one untimed session of other text.")] = True,
     plain: Annotated[bool, typer.Option("--plain", help="Send nothing that only vLLM understands.")] = False,
     api_key: Annotated[str | None, typer.Option(envvar="INPAGE_API_KEY", help="Bearer token.")] = None,
+    session_header: Annotated[str, typer.Option(help="Names the session, for a router.")] = SESSION_HEADER,
 ) -> None:
     """Replay agent sessions against a running OpenAI-compatible server and measure it.
 
@@ -73,6 +75,7 @@ def replay(
                 warmup=warmup,
                 timeout_s=timeout,
                 api_key=api_key,
+                session_header=session_header,
             )
             status = 0 if result.complete else 1
         except ReplayInterrupted as interruption:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from inpage import __version__
 from inpage.errors import ConfigError, ServerError
-from inpage.replay.client import Served, Server
+from inpage.replay.client import SESSION_HEADER, Served, Server
 from inpage.replay.result import ArmResult, TurnRecord
 from inpage.replay.sessions import DECOY_TOOLS, SessionSpec, Transcripts, build, calibrate
 
@@ -36,16 +36,19 @@ async def run_replay(
     warmup: bool = True,
     timeout_s: float = 600.0,
     api_key: str | None = None,
+    session_header: str = SESSION_HEADER,
 ) -> ArmResult:
     """Replay `spec` and return what was measured; a failed turn is recorded and ends its session.
 
     `on_turn` is called in the event loop after every turn. `plain` sends nothing that only vLLM knows (then
     a model may stop before `output_tokens`). `timeout_s` is the longest silence of the server in seconds.
+    `session_header` tells a router which session a request is of: the same for the same transcripts.
     Raises, before anything is measured, `ConfigError` for sizes that do not fit and `ServerError` when no
     server answers as it must.
     """
     run = _Run(spec, arm, on_turn, plain, warmup)
-    return await run.go(Server(base_url, plain=plain, timeout_s=timeout_s, api_key=api_key), model)
+    server = Server(base_url, plain=plain, timeout_s=timeout_s, api_key=api_key, session_header=session_header)
+    return await run.go(server, model)
 
 
 def replay_arm(
@@ -59,11 +62,13 @@ def replay_arm(
     warmup: bool = True,
     timeout_s: float = 600.0,
     api_key: str | None = None,
+    session_header: str = SESSION_HEADER,
 ) -> ArmResult:
     """`run_replay` without a running event loop; Ctrl-C raises `ReplayInterrupted` with what there is."""
     run = _Run(spec, arm, on_turn, plain, warmup)
+    server = Server(base_url, plain=plain, timeout_s=timeout_s, api_key=api_key, session_header=session_header)
     try:
-        return asyncio.run(run.go(Server(base_url, plain=plain, timeout_s=timeout_s, api_key=api_key), model))
+        return asyncio.run(run.go(server, model))
     except KeyboardInterrupt:
         if run.started is None:
             raise
@@ -102,7 +107,8 @@ class _Run:
     async def _session(self, server: Server, session: int) -> None:
         for turn in range(1, self.spec.turns + 1):
             messages = self.transcripts.messages(session, turn)
-            answer = await server.stream(messages, self.transcripts.tools, self.spec.output_tokens)
+            name = f"{self.digest[:12]}-{session}"
+            answer = await server.stream(messages, self.transcripts.tools, self.spec.output_tokens, name)
             record = TurnRecord(session=session, turn=turn, **asdict(answer))
             self.records.append(record)
             if self.on_turn is not None:

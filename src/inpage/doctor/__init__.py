@@ -1,0 +1,1 @@
+"""`inpage doctor`: what is on, what is off and why, without starting an engine."""

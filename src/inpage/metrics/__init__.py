@@ -1,0 +1,1 @@
+"""What inpage counts, as Prometheus metrics: names, snapshots, reading them back; no engine is imported here."""

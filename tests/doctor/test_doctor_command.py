@@ -1,0 +1,152 @@
+"""The doctor on a command that would be served, on a server (a double), and without vLLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from inpage.cli import app
+from inpage.demo.model import DemoModel, make_model
+from inpage.doctor import environment, launch, running
+from inpage.doctor.finding import Finding, Level
+from inpage.errors import ConfigError
+from inpage.gates.client import Completions
+from inpage.gates.metrics_text import Metrics
+from inpage.gates.server import About, Server
+from inpage.layout.geometry import Geometry
+from inpage.layout.model import ModelShape
+from inpage.serve.arguments import ServerArguments
+from inpage.serve.command import build
+
+CONFIG = {
+    "block_size": "128",
+    "enable_prefix_caching": "True",
+    "mamba_cache_mode": "align",
+    "prefix_cache_retention_interval": "None",
+    "kv_cache_size_tokens": "38102",
+}
+FLOAT32 = ("--mamba-ssm-cache-dtype", "float32")
+METRICS = "vllm:prefix_cache_queries_total 20000\nvllm:prefix_cache_hits_total 12000\ninpage_saves_total 3\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), DemoModel())
+
+
+def judged(model: Path, *flags: str) -> dict[str, Finding]:
+    return {one.topic: one for one in launch.examine(str(model), ServerArguments(flags), None, "cpu")}
+
+
+def test_what_inpage_serve_starts_is_found_right(model):
+    added = build(str(model), ["--max-model-len", "4096", "--num-gpu-blocks-override", "60"], "in-page")
+    flags = added.command[added.command.index(str(model)) + 1 :]
+    found = judged(model, *flags)
+    assert {one.level for one in found.values()} <= {Level.OK, Level.INFO}
+    assert "256 tokens. The shortest prompt that can hit has 257" in found["block"].text
+    assert found["pool"].text.startswith("60 blocks, 11,170 tokens at max-model-len 4,096")
+
+
+@pytest.mark.parametrize(
+    ("flags", "topic", "level", "change"),
+    [
+        ((), "coverage", Level.WRONG, "add --enable-prefix-caching"),
+        (("--enable-prefix-caching", "--prefix-match-unit", "64"), "coverage", Level.WRONG, "change the flag"),
+        (("--max-num-batched-tokens", "200"), "token budget", Level.WRONG, "--max-num-batched-tokens 384"),
+        (("--max-num-batched-tokens=256",), "token budget", Level.WRONG, "--max-num-batched-tokens 384"),
+        (("--max-num-batched-tokens", "2048"), "token budget", Level.ADVICE, "--max-num-batched-tokens 384"),
+        ((), "token budget", Level.ADVICE, "--max-num-batched-tokens 384"),
+        ((), "retention", Level.ADVICE, "--prefix-cache-retention-interval None"),
+        ((), "state dtype", Level.ADVICE, "--mamba-ssm-cache-dtype float32"),
+        (("--num-gpu-blocks-override", "20", "--max-model-len", "8192"), "pool", Level.WRONG, "--max-model-len 3328"),
+    ],
+)
+def test_flags_that_do_not_fit_come_with_the_flag_to_change(model, flags, topic, level, change):
+    found = judged(model, *flags, *(() if topic == "state dtype" else FLOAT32))[topic]
+    assert found.level == level
+    assert change in str(found.change)
+
+
+def test_the_pool_is_not_judged_without_its_size(model):
+    assert judged(model)["pool"].text == "not judged without the pool's memory (--memory) and --max-model-len"
+
+
+def test_a_model_that_is_no_hybrid_is_wrong(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    found = judged(tmp_path)["model"]
+    assert found.level == Level.WRONG
+    assert "not a Gated DeltaNet hybrid" in found.text
+
+
+class Said(Server):
+    """A server of which only the metrics are known."""
+
+    def __init__(self, config: dict[str, str], text: str) -> None:
+        about = About("http://127.0.0.1:9", "m", "0.30.0", 20480, 160, config)
+        super().__init__(Completions("http://127.0.0.1:9", "m", 1), about)
+        self.text = text
+
+    def metrics(self) -> Metrics:
+        return Metrics(self.text)
+
+
+def said(config: dict[str, str], text: str = METRICS, geometry: Geometry | None = None) -> dict[str, Finding]:
+    return {one.topic: one for one in running.examine(Said(config, text), geometry)}
+
+
+def test_a_running_in_page_server_has_nothing_wrong():
+    found = said(CONFIG)
+    assert {one.level for one in found.values()} <= {Level.OK, Level.INFO}
+    assert found["in-page"].level == Level.OK
+    assert found["hits"].text == "60.0% of 20,000 prompt tokens came from the cache"
+    assert found["pool"].text == "160 blocks, 38,102 tokens"
+
+
+def test_a_running_server_is_told_what_to_change(model):
+    geometry = Geometry.of(ModelShape.from_file(model, ssm_dtype="float32"))
+    assert said({**CONFIG, "enable_prefix_caching": "False"})["prefix caching"].level == Level.WRONG
+    assert "runs another layout" in said(CONFIG, "")["in-page"].text
+    assert said({**CONFIG, "prefix_cache_retention_interval": "0"})["retention"].level == Level.ADVICE
+    assert "the pool of this model has 256" in said(CONFIG, METRICS, geometry)["block"].text
+    few = METRICS.replace("12000", "10") + "vllm:num_preemptions_total 4\n"
+    assert said(CONFIG, few)["hits"].level == Level.ADVICE
+    assert said(CONFIG, few)["preemptions"].text.startswith("4 so far")
+    assert said({})["metrics"].level == Level.WRONG
+
+
+def test_the_command_exits_with_one_when_something_is_wrong(model, monkeypatch, tmp_path):
+    for name in environment.MEANINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
+    out = tmp_path / "d.json"
+    run = CliRunner().invoke(app, ["doctor", str(model), "--json", str(out), "--max-num-seqs", "4"])
+    assert run.exit_code == 1
+    assert "change: add --enable-prefix-caching" in run.output
+    assert [one["topic"] for one in json.loads(out.read_text()) if one["level"] == "wrong"] == ["coverage"]
+
+
+def test_flags_without_a_model_and_a_server_that_is_not_there_are_refused():
+    assert isinstance(CliRunner().invoke(app, ["doctor", "--max-num-seqs", "4"]).exception, ConfigError)
+    run = CliRunner().invoke(app, ["doctor", "--url", "http://127.0.0.1:9"])
+    assert "does not list its models" in str(run.exception)
+
+
+def test_without_vllm_the_doctor_still_runs_and_says_so(tmp_path):
+    """A Python that finds no vllm: the real command in a process of its own."""
+    code = (
+        "import importlib.util, sys\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name.split('.')[0] == 'vllm' else real(name, *rest)\n"
+        "sys.modules['vllm'] = None\n"
+        "sys.argv = ['inpage', 'doctor']\n"
+        "from inpage.cli import main\n"
+        "main()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 1, run.stderr
+    assert "no package vllm is installed for this Python" in " ".join(run.stdout.split())

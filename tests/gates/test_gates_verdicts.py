@@ -1,0 +1,188 @@
+"""What each gate makes of a server that is right, and of one that is wrong in one way (a double)."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from fake_server import FakeServer
+
+from inpage.errors import ConfigError, ServerError
+from inpage.gates.bench import Sizes
+from inpage.gates.result import GateReport, GateResult, Verdict
+from inpage.gates.run import GATES, chosen_gates, run_gates
+from inpage.gates.server import Server
+
+SMALL = Sizes(
+    prompts=8, drift_prompts=2, drift_output=6, rounds=3, aborts=9, load_seconds=0.5, preempt_rounds=1, output=4
+)
+
+
+def gates_of(fake: FakeServer, *names: str, sizes: Sizes = SMALL, case: int | None = None) -> GateReport:
+    server = Server.connect(fake.url, None, 20.0)
+    server.learn_block(None, sizes.vocab, sizes.seed)
+    return run_gates([GATES[name] for name in names or GATES], server, sizes, case)
+
+
+def result_of(fake: FakeServer, name: str, sizes: Sizes = SMALL, case: int | None = None) -> GateResult:
+    return gates_of(fake, name, sizes=sizes, case=case).results[0]
+
+
+def test_a_right_server_passes_every_gate_and_needles_are_judged_when_it_can_read():
+    with FakeServer(reads=True) as fake:
+        report = gates_of(fake)
+    assert {result.gate: result.verdict for result in report.results} == dict.fromkeys(GATES, Verdict.PASS)
+    assert (report.block_tokens, report.cached_counts_from) == (16, "usage")
+    assert report.exit_status(strict=True) == 0
+
+
+def test_needles_are_not_judged_when_the_cold_run_does_not_find_them():
+    with FakeServer() as fake:
+        report = gates_of(fake, "needles", "parity")
+    needles = report.results[0]
+    assert needles.verdict == Verdict.NOT_JUDGED
+    assert "the cold run does not find the needle at depth 0.1 and 2 more" in str(needles.missing)
+    assert (report.exit_status(), report.exit_status(strict=True)) == (0, 1)
+
+
+@pytest.mark.parametrize("gate", ["parity", "drift", "isolation", "edges", "aborts", "mixed", "needles"])
+def test_a_hit_from_a_wrong_state_fails(gate):
+    with FakeServer(wrong="hits", reads=True) as fake:
+        result = result_of(fake, gate)
+    assert result.verdict == Verdict.FAIL
+    assert result.failure_count >= 1
+
+
+def test_a_failure_names_its_case_and_the_command_that_repeats_it():
+    with FakeServer(wrong="hits") as fake:
+        failure = result_of(fake, "parity").failures[1]
+        words = shlex.split(failure.repeat)
+        assert words[:3] == ["inpage", "gate", fake.url]
+        assert failure.repeat.endswith(
+            "--only parity --seed 0 --case 1 --block 16 --prompts 8 --output 4 --drift-prompts 2 --drift-output 6 "
+            "--rounds 3 --preempt-rounds 1 --aborts 9 --load-seconds 0.5"
+        )
+        again = result_of(fake, "parity", case=1)
+    assert [found.what for found in again.failures] == [failure.what]
+    assert "tokens part at output 0" in failure.what
+
+
+def test_salts_that_do_not_separate_fail_isolation_and_leave_nothing_cold():
+    with FakeServer(wrong="salts") as fake:
+        report = gates_of(fake, "isolation")
+    assert report.results[0].verdict == Verdict.FAIL
+    assert "another cache salt hit" in report.results[0].failures[0].what
+
+
+def test_a_server_without_two_equal_cold_runs_is_not_judged():
+    with FakeServer(wrong="unsteady") as fake:
+        report = gates_of(fake, "parity", "drift", "edges")
+    for result in report.results:
+        assert result.verdict == Verdict.NOT_JUDGED
+        assert "two cold runs differ by" in str(result.missing)
+    assert report.exit_status() == 1
+
+
+def test_one_token_prompts_that_remember_fail_one_token_only():
+    with FakeServer(wrong="stale") as fake:
+        report = gates_of(fake, "one-token", "parity", "edges")
+    assert [result.verdict for result in report.results] == [Verdict.FAIL, Verdict.PASS, Verdict.PASS]
+    assert "got 6 answers in 6 runs" in report.results[0].failures[0].what
+
+
+def test_a_preempted_request_that_goes_on_from_a_wrong_state_fails_preemption():
+    with FakeServer() as fake:
+        right = result_of(fake, "preemption")
+    with FakeServer(wrong="resumes") as fake:
+        wrong = result_of(fake, "preemption")
+    assert (right.verdict, wrong.verdict) == (Verdict.PASS, Verdict.FAIL)
+    assert right.figures["resumes seen mid-decode"] == 2
+    assert "are those of no run from a right state" in wrong.failures[0].what
+
+
+def test_a_pool_that_cannot_be_filled_is_said():
+    with FakeServer(pool=4000) as fake:
+        result = result_of(fake, "preemption")
+    assert result.verdict == Verdict.NOT_JUDGED
+    assert "do not fill the pool of 4,000 blocks" in str(result.missing)
+
+
+def test_a_server_whose_kernels_depend_on_the_batch_is_judged_only_where_requests_are_alone():
+    with FakeServer(batch_noise=True) as fake:
+        report = gates_of(fake, "parity", "mixed", "preemption")
+    parity, mixed, preemption = report.results
+    assert parity.verdict == Verdict.PASS
+    assert mixed.verdict == preemption.verdict == Verdict.NOT_JUDGED
+    assert "cold runs under load differ from cold runs alone" in str(mixed.missing)
+    assert "depend on the batch" in str(preemption.missing)
+
+
+def test_numbers_that_are_none_fail_even_where_cold_has_them_too():
+    with FakeServer(wrong="nan") as fake:
+        result = result_of(fake, "parity")
+    assert result.verdict == Verdict.FAIL
+    assert "not numbers" in result.failures[0].what
+
+
+def test_a_server_that_dies_fails_the_gate_and_the_rest_is_not_judged():
+    with FakeServer(wrong="dies") as fake:
+        report = gates_of(fake, "parity", "drift")
+    assert [result.verdict for result in report.results] == [Verdict.FAIL, Verdict.NOT_JUDGED]
+    assert "no longer answers since the gate parity" in str(report.results[1].missing)
+
+
+def test_sparse_checkpoints_leave_diverging_prompts_unjudged_unless_they_are_left_out():
+    with FakeServer(wrong="sparse") as fake:
+        all_shapes = gates_of(fake, "parity")
+        fewer = result_of(fake, "parity", Sizes(prompts=6, shapes="single,turns,extension"))
+    assert all_shapes.results[0].verdict == Verdict.NOT_JUDGED
+    assert "(diverging" in str(all_shapes.results[0].missing)
+    assert any("--prefix-cache-retention-interval 0" in note for note in all_shapes.notes)
+    assert fewer.verdict == Verdict.PASS
+
+
+def test_without_caching_nothing_that_needs_hits_is_judged():
+    with FakeServer(caching=False) as fake:
+        report = gates_of(fake, "parity", "one-token")
+    assert [result.verdict for result in report.results] == [Verdict.NOT_JUDGED, Verdict.PASS]
+    assert "--enable-prefix-caching" in str(report.results[0].missing)
+    assert report.block_tokens is None
+
+
+def test_cached_tokens_come_from_metrics_where_usage_has_none():
+    with FakeServer(counts="metrics") as fake:
+        report = gates_of(fake, "parity", "drift")
+    assert report.cached_counts_from == "metrics"
+    assert [result.verdict for result in report.results] == [Verdict.PASS, Verdict.PASS]
+
+
+def test_without_any_count_the_gates_say_what_is_missing():
+    with FakeServer(counts="none") as fake:
+        report = gates_of(fake, "parity", "isolation")
+    assert {result.verdict for result in report.results} == {Verdict.NOT_JUDGED}
+    assert "--enable-prompt-tokens-details" in str(report.results[0].missing)
+
+
+@pytest.mark.parametrize("block", [16, 48, 256])
+def test_the_block_is_probed_whatever_the_configuration_says(block):
+    with FakeServer(block=block, max_model_len=4000) as fake:
+        server = Server.connect(fake.url, None, 20.0)
+        server.learn_block(None, 250, 0)
+    assert server.about.block_tokens == block
+    assert server.about.cache_config["block_size"] == "128"
+
+
+def test_bad_input_is_refused():
+    with FakeServer() as fake:
+        with pytest.raises(ConfigError, match="--model other is not served"):
+            Server.connect(fake.url, "other", 20.0)
+        with pytest.raises(ConfigError, match="the gate parity has the cases 0 to 7"):
+            result_of(fake, "parity", case=8)
+    with pytest.raises(ServerError, match="does not list its models"):
+        Server.connect(fake.url, None, 2.0)
+    with pytest.raises(ConfigError, match="--only speed: there are parity"):
+        chosen_gates("speed", None)
+    with pytest.raises(ConfigError, match="--case names a case of one gate"):
+        chosen_gates("aborts", 3)
+    with pytest.raises(ConfigError, match="--rounds 0: must be more than zero"):
+        Sizes(rounds=0).check()
