@@ -188,8 +188,9 @@ def test_an_aborted_request_leaves_only_what_its_dispatched_steps_have_written(m
     assert after.scheduled_new_reqs[0].num_computed_tokens == 4 * BLOCK
 
 
-def test_a_pool_with_hits_inside_blocks_is_refused(model):
-    scheduler = make_scheduler(model, num_blocks=40)
-    scheduler.hash_block_size = BLOCK // 2
-    with pytest.raises(ConfigError, match="prefix hashes every 8 tokens, blocks of 16"):
-        SchedulerSide(scheduler)
+def test_a_pool_that_is_too_small_for_a_start_inside_a_block_is_refused(model):
+    with pytest.raises(
+        ConfigError, match="1024 tokens that starts inside a block holds 75 blocks at once, the pool has 39"
+    ):
+        SchedulerSide(make_scheduler(model, num_blocks=40, unit=BLOCK // 2))
+    SchedulerSide(make_scheduler(model, num_blocks=76, unit=BLOCK // 2))

@@ -144,10 +144,10 @@ def test_a_16_bit_state_that_nobody_asked_for_is_pointed_out(run, tmp_path, conf
 
 
 def test_the_match_unit_says_what_can_hit_and_has_to_divide_the_block(run) -> None:
-    output = run("--prefix-match-unit", "128", "--typical-prompt", "200")
+    output = run("--prefix-match-unit", "128", "--typical-prompt", "200", length="65536")
     assert cells(output, "shortest hit") == ["none", "128", "128"]
     assert warnings(output) == []
-    short = run("--prefix-match-unit", "128", "--typical-prompt", "100")
+    short = run("--prefix-match-unit", "128", "--typical-prompt", "100", length="65536")
     assert warnings(short) == ["warning: Prompts of 100 tokens are shorter than a mark of 128: they never hit."]
     with pytest.raises(ConfigError, match="marks every 100 tokens do not divide blocks of 896 tokens"):
         run("--prefix-match-unit", "100")
