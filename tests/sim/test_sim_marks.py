@@ -1,4 +1,4 @@
-"""Hits inside a block on the real scheduler: blocks of 16 tokens, marks every 4. The oracle stands beside every step."""
+"""Hits inside a block on the real scheduler: blocks of 16 tokens, marks every 4. The oracle stands beside each step."""
 
 from __future__ import annotations
 
