@@ -56,7 +56,7 @@ def test_what_inpage_serve_starts_is_found_right(model):
     ("flags", "topic", "level", "change"),
     [
         ((), "coverage", Level.WRONG, "add --enable-prefix-caching"),
-        (("--enable-prefix-caching", "--prefix-match-unit", "64"), "coverage", Level.WRONG, "change the flag"),
+        (("--enable-prefix-caching", "--prefix-match-unit", "32"), "coverage", Level.WRONG, "change the flag"),
         (("--max-num-batched-tokens", "200"), "token budget", Level.WRONG, "--max-num-batched-tokens 384"),
         (("--max-num-batched-tokens=256",), "token budget", Level.WRONG, "--max-num-batched-tokens 384"),
         (("--max-num-batched-tokens", "2048"), "token budget", Level.ADVICE, "--max-num-batched-tokens 384"),

@@ -138,7 +138,9 @@ def switching(model: str, options: dict[str, Any]) -> Any:
     """Hit against cold on one model, on another after vllm-gaudi's switch, and on the first again."""
     import cloudpickle
     from vllm.engine.arg_utils import EngineArgs
+    from vllm_gaudi.v1.engine.core_patch import install_engine_core_patch
 
+    install_engine_core_patch()  # as vllm-gaudi's multi-model server does
     other = options.pop("other")
     engine = Engine(model, **options)
 

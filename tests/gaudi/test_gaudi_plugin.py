@@ -80,6 +80,14 @@ def test_stock_fails_on_the_same_script(plugin_run, options, process):
     assert max(row["drift"] or 9.0 for row in hits) > 0.05
 
 
+@pytest.mark.parametrize("process", [{}, OWN_PROCESS], ids=["in process", "process of its own"])
+def test_hits_at_marks_inside_blocks_equal_cold(plugin_run, process):
+    lengths = (200, 383, 900, 1500)
+    options = {"prefix_match_unit": 128, "lengths": lengths}
+    rows = plugin_run("parity", options, **IN_PAGE, **process)["result"]["rows"]
+    assert [(row["hit"], row["equal"]) for row in rows] == [(n // 128 * 128, True) for n in lengths for _ in range(2)]
+
+
 def test_hits_equal_cold_on_qwen3_5(plugin_run):
     """Language and vision, dense: the architecture of the 27B models."""
     assert_exact(plugin_run("parity", ENGINE_OPTIONS, **IN_PAGE)["result"]["rows"])

@@ -13,7 +13,7 @@ from inpage.sim.shrink import command_line, shrink
 SEEDS = range(1, 13)
 STEPS = 700
 MUTANT_SEEDS = 20
-LUCKY = {"no rule 4": 10, "written for ever": 10}
+LUCKY = {"no rule 4": 10, "no rule 4 at marks": 10}
 """Where to begin for mutants whose damage is rare; the command begins at 1 and finds them too."""
 
 

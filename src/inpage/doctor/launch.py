@@ -30,6 +30,8 @@ def examine(model: str, given: ServerArguments, memory_bytes: int | None, engine
     except ConfigError as error:
         return [wrong("model", str(error), "in-page is for Gated DeltaNet hybrids; serve others without it")]
     block = geometry.block_tokens
+    mark = given.number("--prefix-match-unit")
+    unit, ends = (mark, f"marks every {mark} tokens") if mark else (block, "whole blocks")
     findings = [
         ok(
             "model",
@@ -39,8 +41,8 @@ def examine(model: str, given: ServerArguments, memory_bytes: int | None, engine
         _covered(given),
         info(
             "block",
-            f"{block:,} tokens. The shortest prompt that can hit has {block + 1:,}: hits come in whole blocks, and the "
-            "last token is always computed",
+            f"{block:,} tokens. The shortest prompt that can hit has {unit + 1:,}: hits end on {ends}, and the last "
+            "token is always computed",
         ),
         _budget(given, geometry),
         _retention(given),
@@ -58,7 +60,7 @@ def _covered(given: ServerArguments) -> Finding:
         ),
         cache_config=SimpleNamespace(
             enable_prefix_caching=caching,
-            prefix_match_unit=given.value("--prefix-match-unit"),
+            prefix_match_unit=given.number("--prefix-match-unit"),
             mamba_cache_mode=given.value("--mamba-cache-mode") or "align",
             use_replayssm=given.has("--use-replayssm"),
         ),

@@ -286,11 +286,6 @@ def _no_rule_4_at_marks(world: World) -> None:
     world.side.written = EverythingAtMarks(world.side.grid)
 
 
-@_mutant("written for ever", "4: a block leaves the set when it is handed out", policy="priority")
-def _written_for_ever(world: World) -> None:
-    world.side.written.handed_out = lambda blocks: None  # type: ignore[method-assign]
-
-
 @_mutant("wrong grid", "5: the chunk grid is the pool's block size", budget="4096")
 def _wrong_grid(world: World) -> None:
     scheduler, block = world.scheduler, world.knobs.block_tokens
