@@ -160,7 +160,7 @@ def serving() -> Callable[..., AbstractContextManager[str]]:
 def _serving(python: Path, model: Path, log: Path, **environment: str) -> Iterator[str]:
     """vLLM's own server, as docs/gaudi.md starts it; the address at which it answers."""
     port = free_port()
-    command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port)]
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--enable-prefix-caching", "--max-num-batched-tokens", "1024", "--enable-prompt-tokens-details"]
     command += [
         "--max-model-len",
