@@ -71,6 +71,7 @@ def test_the_counts_are_exactly_what_the_requests_did(server, model):
         "inpage_hand_backs_total": 6,
         # 200 tokens and the answer need four blocks, behind a hit one; one token one; the others grow into a second.
         "inpage_zeroed_pages_total": 4 + 1 + 4 + 1 + 2 + 2,
+        "inpage_block_copies_total": 0,
         "inpage_copied_bytes_total": (saves + restores) * geometry.state_bytes * geometry.gdn_layers,
         "inpage_refused_hits_total": 0,
         "inpage_deferred_requests_total": 0,
