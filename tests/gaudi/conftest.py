@@ -161,7 +161,7 @@ def _serving(python: Path, model: Path, log: Path, **environment: str) -> Iterat
     """vLLM's own server, as docs/gaudi.md starts it; the address at which it answers."""
     port = free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--enable-prefix-caching", "--max-num-batched-tokens", "1024", "--enable-prompt-tokens-details"]
+    command += ["--enable-prefix-caching", "--max-num-batched-tokens", "512", "--enable-prompt-tokens-details"]
     command += [
         "--max-model-len",
         "4096",
