@@ -29,13 +29,12 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from inpage.engines.activation import StatsLog
 from inpage.engines.metrics import WorkerReport
-from inpage.engines.scheduler import geometry_of, group_ids, step_facts
+from inpage.engines.scheduler import geometry_of, group_ids, step_facts, step_runs
 from inpage.errors import ConfigError, StateError
 from inpage.layout.pool import printed_tokens
 from inpage.state.ledger import Ledger
 from inpage.state.mover import Mover
 from inpage.state.pages import WORD, LayerStates, PageStore, rows_of_words
-from inpage.state.plan import Run
 from inpage.state.slots import SlotTable
 
 logger = init_logger("vllm.inpage.worker")
@@ -178,14 +177,8 @@ class InPageCPUModelRunner(CPUModelRunner):
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super()._model_forward(*args, **kwargs)
         if self.mover is not None and self._step is not None:
-            self.mover.after_forward(list(self._runs(self._step.num_scheduled_tokens)))
+            self.mover.after_forward(step_runs(self._step.num_scheduled_tokens, self.requests, self._state_groups))
         return output
-
-    def _runs(self, num_scheduled_tokens: dict[str, int]) -> Iterator[Run]:
-        for request_id, tokens in num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            tables = [request.block_ids[group] for group in self._state_groups]
-            yield Run(request_id, request.num_computed_tokens, tokens, tables, request.num_prompt_tokens)
 
     # ------------------------------------------------------------------ counters
     def log_counters(self, at_shutdown: bool = False) -> None:

@@ -36,13 +36,12 @@ from vllm_gaudi.v1.worker import hpu_model_runner, hpu_worker
 
 from inpage.engines.activation import StatsLog, why_not
 from inpage.engines.metrics import WorkerReport
-from inpage.engines.scheduler import geometry_of, group_ids, step_facts
+from inpage.engines.scheduler import geometry_of, group_ids, step_facts, step_runs
 from inpage.errors import ConfigError
 from inpage.layout.pool import printed_tokens
 from inpage.state.ledger import Ledger
 from inpage.state.mover import Mover
 from inpage.state.pages import WORD, LayerStates, PageStore, rows_of_words
-from inpage.state.plan import Run
 from inpage.state.slots import SlotTable
 
 logger = init_logger("vllm.inpage.worker")
@@ -252,17 +251,11 @@ class InPageModelRunner(DecodePadModelRunner):
         if self.mover is None or step is None:
             return super().sample_tokens(grammar_output)
         with self._timed():
-            runs = list(self._runs(step.num_scheduled_tokens))
+            runs = step_runs(step.num_scheduled_tokens, self.requests, self._state_groups)
             output = super().sample_tokens(grammar_output)
             self.mover.after_forward(runs)
         self.log_counters()
         return self._report.on(output, self.mover)
-
-    def _runs(self, num_scheduled_tokens: dict[str, int]) -> Iterator[Run]:
-        for request_id, tokens in num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            tables = [request.block_ids[group] for group in self._state_groups]
-            yield Run(request_id, request.num_computed_tokens, tokens, tables, request.num_prompt_tokens)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ With `--prefix-match-unit` vLLM publishes a prompt's last mark too; what is writ
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from inpage.engines.metrics import SchedulerReport
 from inpage.errors import ConfigError, StateError
 from inpage.layout.geometry import Geometry, state_bytes
 from inpage.state.grid import Grid
-from inpage.state.plan import Start, StepFacts
+from inpage.state.plan import Run, Start, StepFacts
 from inpage.state.written import WrittenBlocks
 
 logger = init_logger("vllm.inpage.scheduler")
@@ -126,6 +126,20 @@ def step_facts(output: Any, state_groups: Sequence[int]) -> StepFacts:
             (copy.src_block_id, copy.dst_block_id) for copy in getattr(output, "kv_cache_block_copies", None) or ()
         ],
     )
+
+
+def step_runs(num_scheduled_tokens: Mapping[str, int], requests: Mapping[str, Any], groups: Sequence[int]) -> list[Run]:
+    """What each request computes in a step, from a worker's own requests; block tables of these GDN groups only."""
+    return [
+        Run(
+            request_id,
+            requests[request_id].num_computed_tokens,
+            tokens,
+            [requests[request_id].block_ids[group] for group in groups],
+            requests[request_id].num_prompt_tokens,
+        )
+        for request_id, tokens in num_scheduled_tokens.items()
+    ]
 
 
 class SchedulerSide:
