@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 from pathlib import Path
 
@@ -77,3 +78,18 @@ def test_a_missing_file_is_named(sources):
 def test_an_engine_that_is_not_installed_is_refused():
     with pytest.raises(ContractError, match="no package no_such_engine is installed here"):
         contract.verify("no_such_engine", [Symbol("a.py", "f")])
+
+
+def test_a_parser_that_stumbles_is_asked_again(sources, monkeypatch):
+    """CPython up to 3.11.7 fails now and then where nothing is wrong; it must not keep an engine from starting."""
+    parse, asked = ast.parse, []
+
+    def stumbles(source: str) -> ast.Module:
+        asked.append(source)
+        if len(asked) % contract.PARSE_TRIES:
+            raise SystemError("AST constructor recursion depth mismatch (before=156, after=211)")
+        return parse(source)
+
+    monkeypatch.setattr(ast, "parse", stumbles)
+    assert contract.check(sources, SCHEDULER, KNOWN) == []
+    assert len(asked) == contract.PARSE_TRIES * len({symbol.path for symbol in SCHEDULER})

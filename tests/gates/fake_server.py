@@ -11,13 +11,21 @@ import json
 import re
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import SHUT_RDWR
 from typing import Any
 
 OUTPUTS = 200
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A request that runs."""
+
+    met: bool = False
 
 
 @dataclass
@@ -41,7 +49,7 @@ class FakeServer:
     cached: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     totals: dict[str, float] = field(default_factory=lambda: {"queries": 0, "hits": 0, "finished": 0, "preempted": 0})
     held: int = 0
-    running: int = 0
+    running: list[InFlight] = field(default_factory=list)
 
     def __enter__(self) -> FakeServer:
         self.lock = threading.RLock()
@@ -56,6 +64,23 @@ class FakeServer:
         self.http.server_close()
 
     # ------------------------------------------------------------------ the engine
+    @contextmanager
+    def in_flight(self, blocks: int = 0) -> Iterator[InFlight]:
+        """A request while it runs, and the blocks it holds meanwhile; those that meet remember it."""
+        mine = InFlight()
+        with self.lock:
+            self.held += blocks
+            self.running.append(mine)
+            if len(self.running) > 1:
+                for one in self.running:
+                    one.met = True
+        try:
+            yield mine
+        finally:
+            with self.lock:
+                self.running.remove(mine)
+                self.held -= blocks
+
     def prefix(self, prompt: list[int], salt: str) -> int:
         """Tokens of the prompt that hit."""
         if not self.caching:
@@ -81,7 +106,7 @@ class FakeServer:
             state = hashlib.sha256(state + bytes([token])).digest()
         return answer
 
-    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, body: dict[str, Any], me: InFlight) -> dict[str, Any]:
         """One answer, as JSON has it."""
         with self.lock:
             prompt, salt = body["prompt"], body.get("cache_salt", "")
@@ -93,8 +118,8 @@ class FakeServer:
             twist = "wrong state" if cached and self.wrong == "hits" else ""
             if self.wrong == "unsteady" or (self.wrong == "stale" and len(prompt) == 1):
                 twist = f"run {self.requests}"
-            if self.batch_noise and self.running > 1:
-                twist = f"beside {self.running}"
+            if self.batch_noise and me.met:
+                twist = "in a batch"
             answer = self.run(prompt, body["max_tokens"], twist)
             if self.held > self.pool // 2 and cached:  # preempted after three tokens, resumed with them as a prompt
                 self.totals["preempted"] += 1
@@ -183,30 +208,23 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             if body.get("stream"):
                 self.stream(body)
                 return
-            server.running += 1
-            time.sleep(0.002)
-            try:
-                self.send(json.dumps(server.complete(body)))
-            finally:
-                server.running -= 1
+            with server.in_flight() as me:
+                # Where the answer depends on the batch, long enough that clients of a load do meet.
+                time.sleep(0.02 if server.batch_noise else 0.002)
+                self.send(json.dumps(server.complete(body, me)))
 
         def stream(self, body: dict[str, Any]) -> None:
             self.send_response(200)
             self.send_header("Connection", "close")
             self.end_headers()
             blocks = len(body["prompt"]) // server.block
-            server.held += blocks
-            server.running += 1
-            try:
-                with suppress(OSError):
-                    for _ in range(OUTPUTS):
-                        self.wfile.write(b'data: {"choices": []}\n\n')
-                        self.wfile.flush()
-                        time.sleep(0.005)
+            with server.in_flight(blocks), suppress(OSError):
+                for _ in range(OUTPUTS):
+                    self.wfile.write(b'data: {"choices": []}\n\n')
+                    self.wfile.flush()
+                    time.sleep(0.005)
+                with server.lock:
                     server.totals["finished"] += 1
-            finally:
-                server.held -= blocks
-                server.running -= 1
-                self.close_connection = True
+            self.close_connection = True
 
     return Handler

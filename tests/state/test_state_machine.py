@@ -91,13 +91,13 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def every_published_and_written_block_holds_what_its_hash_says(self):
+        written = self.server.written
         for (kind, tokens), block in self.server.pool.block_of.items():
-            if block not in self.server.written:
-                continue
             page = self.world.pages[block]
             if kind == "attention":
-                assert page == dict(enumerate(tokens[-B:]))
-            else:
+                if written.holds_rows(block, len(tokens)):
+                    assert page == dict(enumerate(tokens[-B:]))
+            elif written.holds_state(block, len(tokens)):
                 assert page == Symbol(int(kind.removeprefix("group ")), tokens)
 
     @invariant()

@@ -12,6 +12,7 @@ imported, so that the check can run without starting an engine, and from the sta
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -58,9 +59,17 @@ def source_hash(source: str, node: ast.AST) -> str:
     return hashlib.sha256(segment.encode()).hexdigest()[:16]
 
 
+PARSE_TRIES = 5
+"""CPython up to 3.11.7 and 3.12.1 now and then fails with "AST constructor recursion depth mismatch" when other code
+runs between two nodes (a collection of garbage, a thread); the same source then parses (python/cpython#106905)."""
+
+
 @lru_cache(maxsize=64)
 def _parsed(file: Path) -> tuple[str, ast.Module]:
     source = file.read_text(encoding="utf-8")
+    for _ in range(PARSE_TRIES - 1):
+        with contextlib.suppress(SystemError):
+            return source, ast.parse(source)
     return source, ast.parse(source)
 
 
