@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from inpage.cli import app
-from inpage.demo.cases import BLOCK_TOKENS, CASES, MAX_MODEL_LEN
-from inpage.demo.command import Arm, exactness_rows, failures, server_arguments
+from inpage.demo.cases import BLOCK_TOKENS, CASES, MARK_TOKENS, MAX_MODEL_LEN, WITH_MARKS
+from inpage.demo.command import Arm, exactness_rows, failures, prefill_rows, server_arguments
 from inpage.demo.model import DemoModel, make_model
 from inpage.errors import ConfigError
 from inpage.gates.parity import Case, Comparison, Generation, Parity
@@ -78,10 +78,39 @@ def test_every_session_fits_the_context(case):
 
 
 def test_the_demo_fails_only_for_in_page_and_for_failed_requests():
-    assert failures([arm("native", equal=False), arm("in-page")]) == []
-    assert failures([arm("in-page", equal=False)]) == ["in-page: hits do not equal cold runs"]
-    assert failures([arm("in-page", cached=0)]) == ["in-page: hits do not equal cold runs"]
-    assert failures([arm("off", errors=1)]) == ["off: 1 requests failed, see off.json and off.server.log"]
+    assert failures(CASES["arms"], [arm("native", equal=False), arm("in-page")]) == []
+    assert failures(CASES["arms"], [arm("in-page", equal=False)]) == ["in-page: hits do not equal cold runs"]
+    assert failures(CASES["arms"], [arm("in-page", cached=0)]) == ["in-page: hits do not equal cold runs"]
+    assert failures(CASES["arms"], [arm("off", errors=1)]) == ["off: 1 requests failed, see off.json and off.server.log"]
+
+
+def with_prefill(name: str, lost: int) -> Arm:
+    """Every later turn adds 300 tokens and loses so many of the prompt before."""
+    made = arm(name)
+    turns = []
+    for turn in made.result.turns:
+        prompt = 2048 + 300 * (turn.turn - 1)
+        turns.append(
+            turn.model_copy(update={"prompt_tokens": prompt, "cached_tokens": max(0, prompt - 300 - lost) if turn.turn > 1 else 0})
+        )
+    return Arm(name, made.result.model_copy(update={"turns": turns}), made.parity, ())
+
+
+def test_the_marks_case_holds_prefill_to_its_arithmetic():
+    case = CASES["marks"]
+    rows = prefill_rows(case, [with_prefill("in-page", 0), with_prefill(WITH_MARKS, 0)])
+    assert [row[:2] for row in rows] == [["in-page", "256"], [WITH_MARKS, "64"]]
+    prompts = [2048 + 300 * index for index in range(CASES["quick"].sessions.turns - 1)]
+    expected = [300 + prompt % 64 for prompt in prompts]
+    assert rows[1][2:4] == [f"{sum(expected) / len(expected):.1f}", "300.0"]
+    lossless = with_prefill(WITH_MARKS, 0)
+    assert "by arithmetic" in failures(case, [lossless])[0]
+    assert failures(CASES["arms"], [lossless]) == []
+
+
+def test_the_arm_with_marks_differs_by_one_flag():
+    case = CASES["marks"]
+    assert server_arguments(case, WITH_MARKS) == [*server_arguments(case), "--prefix-match-unit", str(MARK_TOKENS)]
 
 
 def test_the_exactness_table_says_exact_wrong_or_nothing_cached():
@@ -95,5 +124,5 @@ def test_the_exactness_table_says_exact_wrong_or_nothing_cached():
 def test_an_unknown_case_is_refused_before_anything_starts(tmp_path):
     result = CliRunner().invoke(app, ["demo", "--case", "huge", "--out", str(tmp_path)])
     assert isinstance(result.exception, ConfigError)
-    assert "--case huge is not one of arms, quick, overflow, fit" in str(result.exception)
+    assert "--case huge is not one of arms, quick, overflow, fit, marks" in str(result.exception)
     assert list(tmp_path.iterdir()) == []

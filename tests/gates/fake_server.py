@@ -34,7 +34,8 @@ class FakeServer:
 
     wrong: one of "" (nothing), "hits" (a hit answers from a wrong state), "salts" (they do not separate),
     "unsteady" (no two runs are equal), "stale" (one-token prompts remember), "nan", "dies" (after some requests),
-    "resumes" (a preempted request goes on from a wrong state), "sparse" (diverging prefixes miss).
+    "resumes" (a preempted request goes on from a wrong state), "sparse" (diverging prefixes miss), "no marks" (hits in
+    whole blocks, whatever `unit` says), "copies" (a start inside a block harms the block it was copied from).
     """
 
     wrong: str = ""
@@ -43,6 +44,9 @@ class FakeServer:
     counts: str = "usage"
     reads: bool = False
     batch_noise: bool = False
+    unit: int | None = None
+    wrote: dict[tuple[str, tuple[int, ...]], list[int]] = field(default_factory=dict)
+    harmed: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     max_model_len: int = 400
     pool: int = 40
     requests: int = 0
@@ -85,7 +89,8 @@ class FakeServer:
         """Tokens of the prompt that hit."""
         if not self.caching:
             return 0
-        for end in range((len(prompt) - 1) // self.block * self.block, 0, -self.block):
+        step = self.unit or self.block
+        for end in range((len(prompt) - 1) // step * step, 0, -step):
             if ("" if self.wrong == "salts" else salt, tuple(prompt[:end])) in self.cached:
                 return end
         return 0
@@ -93,8 +98,20 @@ class FakeServer:
     def keep(self, prompt: list[int], salt: str) -> None:
         """Publish the prompt's boundaries."""
         last = len(prompt) // self.block * self.block
-        ends = range(self.block, last + 1, self.block) if self.wrong != "sparse" else [last]
+        ends = [*range(self.block, last + 1, self.block)] if self.wrong != "sparse" else [last]
+        if self.unit and self.wrong != "no marks":
+            ends.append(len(prompt) // self.unit * self.unit)
         self.cached |= {("" if self.wrong == "salts" else salt, tuple(prompt[:end])) for end in ends if end}
+
+    def copy_harms(self, prompt: list[int], salt: str, cached: int) -> str:
+        """A start inside a block spoils the block for the prompt that wrote it."""
+        found = (salt, tuple(prompt[:cached]))
+        if cached % self.block and prompt[cached:] != self.wrote.setdefault(found, prompt[cached:]):
+            self.harmed.add(found)
+        mark = len(prompt) // (self.unit or 1) * (self.unit or 1)
+        self.wrote.setdefault((salt, tuple(prompt[:mark])), prompt[mark:])
+        mine = self.wrote.get(found) == prompt[cached:]
+        return "harmed" if mine and found in self.harmed else ""
 
     def run(self, prompt: list[int], outputs: int, twist: str = "") -> list[tuple[int, float]]:
         """Tokens and logprobs after a prompt; `twist` makes another state of it."""
@@ -118,6 +135,8 @@ class FakeServer:
             twist = "wrong state" if cached and self.wrong == "hits" else ""
             if self.wrong == "unsteady" or (self.wrong == "stale" and len(prompt) == 1):
                 twist = f"run {self.requests}"
+            if self.wrong == "copies":
+                twist = self.copy_harms(prompt, salt, cached)
             if self.batch_noise and me.met:
                 twist = "in a batch"
             answer = self.run(prompt, body["max_tokens"], twist)
@@ -161,6 +180,7 @@ class FakeServer:
         if self.counts == "none":
             return ""
         labels = f'block_size="128",enable_prefix_caching="{self.caching}",num_gpu_blocks="{self.pool}"'
+        labels += f',prefix_match_unit="{self.unit}"'
         labels += f',prefix_cache_retention_interval="{0 if self.wrong == "sparse" else None}"'
         return "\n".join(
             [

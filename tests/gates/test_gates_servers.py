@@ -23,12 +23,13 @@ SIZES = Sizes(prompts=4, drift_prompts=1, rounds=2, preempt_rounds=1, aborts=12,
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory):
-    """An in-page server that can be broken and a stock one, started side by side; with the former's folder."""
+    """An in-page server that can be broken, with hits inside blocks, and a stock one; with the former's folder."""
     model = make_model(tmp_path_factory.mktemp("model"))
     folder = tmp_path_factory.mktemp("servers")
     arguments, fixed = server_arguments(CASES["quick"]), {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    inside = [*arguments, "--prefix-match-unit", "64"]
     in_page = ServerProcess(
-        str(model), arguments, "in-page", folder / "in-page.log", {**fixed, **environment(folder / "switch")}
+        str(model), inside, "in-page", folder / "in-page.log", {**fixed, **environment(folder / "switch")}
     )
     stock = ServerProcess(str(model), arguments, "native", folder / "native.log", fixed)
     try:
@@ -60,6 +61,7 @@ def test_in_page_passes_every_gate_and_needles_are_not_judged_on_random_weights(
     assert figures["preemption"]["preemptions"] >= 1
     assert figures["preemption"]["resumes seen mid-decode"] >= 1
     assert figures["aborts"]["aborted"] >= 1
+    assert figures["edges"]["prompts that part inside a block"] == 3
 
 
 def test_stock_fails_parity_drift_and_one_token(servers):

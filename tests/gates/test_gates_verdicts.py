@@ -172,6 +172,30 @@ def test_the_block_is_probed_whatever_the_configuration_says(block):
     assert server.about.cache_config["block_size"] == "128"
 
 
+@pytest.mark.parametrize(("block", "unit"), [(48, 16), (256, 64), (384, 128)])
+def test_with_hits_inside_a_block_the_block_is_probed_and_edges_cover_marks(block, unit):
+    with FakeServer(block=block, unit=unit, max_model_len=4000, pool=400) as fake:
+        report = gates_of(fake, "edges", "parity")
+        edges = report.results[0]
+        assert (report.block_tokens, edges.verdict, report.results[1].verdict) == (block, Verdict.PASS, Verdict.PASS)
+        assert edges.figures["prompts that part inside a block"] == 3
+        assert result_of(fake, "edges", case=edges.figures["compared"] - 4).figures["hits"] == 2
+
+
+def test_marks_that_are_never_hit_leave_edges_unjudged():
+    with FakeServer(block=48, unit=16, wrong="no marks") as fake:
+        edges = result_of(fake, "edges")
+    assert edges.verdict == Verdict.NOT_JUDGED
+    assert "a prompt of 17 tokens (edge 17) hit 0, not 16" in str(edges.missing)
+
+
+def test_a_copy_that_harms_its_source_fails_edges():
+    with FakeServer(block=48, unit=16, wrong="copies") as fake:
+        edges = result_of(fake, "edges")
+    assert edges.verdict == Verdict.FAIL
+    assert "whose copy parted after 65" in edges.failures[0].what
+
+
 def test_bad_input_is_refused():
     with FakeServer() as fake:
         with pytest.raises(ConfigError, match="--model other is not served"):

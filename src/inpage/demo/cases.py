@@ -9,6 +9,9 @@ from inpage.replay.sessions import SessionSpec
 ARMS = ("off", "native", "per-block", "in-page")
 BLOCK_TOKENS = 256
 """The demo model's block: the smallest multiple of 128 tokens whose page holds a float32 state."""
+MARK_TOKENS = 64
+"""`--prefix-match-unit` of the arm with hits inside a block: the tokens that a GDN kernel takes at a time on CPU."""
+WITH_MARKS = f"in-page-{MARK_TOKENS}"
 SEQUENCES = 4
 MAX_MODEL_LEN = 20480
 
@@ -32,6 +35,21 @@ class DemoCase:
     budget: int = BLOCK_TOKENS + 128
     """Tokens a step. With one block and 64 tokens stock's grid of 128 falls on the blocks too, so that arms differ in
     layout only; with one block and 128 it does not, which is what a server gets by default."""
+
+
+    def unit_tokens(self, arm: str) -> int:
+        """Hits of this arm come in units of so many tokens."""
+        return MARK_TOKENS if arm == WITH_MARKS else BLOCK_TOKENS
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the case is about hits inside a block."""
+        return WITH_MARKS in self.arms
+
+
+def layout_of(arm: str) -> str:
+    """The layout that an arm is served with."""
+    return "in-page" if arm == WITH_MARKS else arm
 
 
 def _sessions(number: int, start_tokens: int, end_tokens: int, new_tokens: int) -> SessionSpec:
@@ -81,5 +99,13 @@ CASES = {
         parity_prompts=0,
         retention=0,
         budget=BLOCK_TOKENS + 64,
+    ),
+    "marks": DemoCase(
+        "marks",
+        "two sessions whose turns add 300 tokens, with hits in blocks of 256 and inside them, every 64 tokens",
+        ("in-page", WITH_MARKS),
+        _sessions(2, 2048, 8192, 300),
+        blocks=260,
+        parity_prompts=32,
     ),
 }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
@@ -14,19 +16,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from inpage.demo.cases import BLOCK_TOKENS, CASES, MAX_MODEL_LEN, SEQUENCES, DemoCase
+from inpage.demo.cases import BLOCK_TOKENS, CASES, MAX_MODEL_LEN, SEQUENCES, WITH_MARKS, DemoCase, layout_of
 from inpage.demo.model import DemoModel, make_model
 from inpage.demo.server import RunningServer, ServerProcess
 from inpage.errors import ConfigError
 from inpage.gates.parity import Completions, Parity, make_cases, run_parity
 from inpage.replay.compare import render_table
 from inpage.replay.report import Section, write_report
-from inpage.replay.result import ArmResult, save_result
+from inpage.replay.result import ArmResult, prefill_by_arithmetic, prefilled, save_result
 from inpage.replay.runner import replay_arm
 from inpage.replay.sessions import total_turns
 
 PARITY_OUTPUT_TOKENS = 8
 PARITY_LONGEST_TOKENS = 1200
+PREFILL_TOLERANCE = 0.03
 PARITY_VOCAB = 250
 """Token ids below this are plain bytes of the demo's tokenizer."""
 
@@ -61,8 +64,8 @@ class ArmBar:
         self._progress.advance(self._task)
 
 
-def server_arguments(case: DemoCase) -> list[str]:
-    """The flags that all arms share."""
+def server_arguments(case: DemoCase, arm: str = "") -> list[str]:
+    """The flags that all arms share, and that of marks for the arm which has them."""
     return [
         "--enforce-eager",
         *("--max-model-len", str(MAX_MODEL_LEN)),
@@ -71,6 +74,7 @@ def server_arguments(case: DemoCase) -> list[str]:
         *("--num-gpu-blocks-override", str(case.blocks)),
         *("--mamba-ssm-cache-dtype", "float32"),
         *(() if case.retention is None else ("--prefix-cache-retention-interval", str(case.retention))),
+        *(("--prefix-match-unit", str(case.unit_tokens(arm))) if arm == WITH_MARKS else ()),
     ]
 
 
@@ -88,7 +92,7 @@ def run_arms(case: DemoCase, model: Path, out: Path, progress: Progress) -> list
             # vLLM's CPU engine wants a size in GiB even where the number of blocks is given.
             environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
             log = out / f"{name}.server.log"
-            server = ServerProcess(str(model), server_arguments(case), name, log, environment)
+            server = ServerProcess(str(model), server_arguments(case, name), layout_of(name), log, environment)
             servers.callback(server.stop)
             return server
 
@@ -149,39 +153,67 @@ def exactness_rows(arms: list[Arm]) -> list[list[str]]:
 EXACTNESS_HEADERS = ("arm", "prompts", "hit", "hit = cold to the bit", "verdict")
 
 
-def exactness_table(rows: list[list[str]]) -> Table:
-    """The rows for a terminal."""
-    table = Table(*EXACTNESS_HEADERS, title="Hits against cold runs of the same prompts")
+def as_table(section: Section) -> Table:
+    """A section's rows for the terminal."""
+    headers, rows = section.table or ((), ())
+    table = Table(*headers, title=section.heading)
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def report_sections(case: DemoCase, arms: list[Arm], rows: list[list[str]]) -> list[Section]:
-    """What the report says beside the replay's own figures."""
-    servers = Section(
-        "The servers",
-        "What each server said of itself.",
-        (("arm", "its lines"), [[arm.name, "\n".join(arm.server_lines)] for arm in arms]),
-    )
-    if not case.parity_prompts:
-        return [servers]
-    text = (
-        f"{case.parity_prompts} prompts of four shapes (single, multi-turn, extension, diverging prefix), each cold "
-        "and after its prefix was cached: every token and every log probability must be equal, no tolerance."
-    )
-    return [Section("Are hits exact?", text, (EXACTNESS_HEADERS, rows)), servers]
+def prefill_of(case: DemoCase, arm: Arm) -> tuple[float, float]:
+    """Mean tokens that a later turn prefills: by arithmetic, and measured."""
+    expected = prefill_by_arithmetic(arm.result, case.unit_tokens(arm.name))
+    measured = prefilled(turn for turn in arm.result.turns if turn.turn > 1)
+    return fmean(expected or [nan]), fmean(measured or [nan])
 
 
-def failures(arms: list[Arm]) -> list[str]:
+def prefill_rows(case: DemoCase, arms: list[Arm]) -> list[list[str]]:
+    """One row per arm: what a later turn has to prefill, and what it did."""
+    rows = []
+    for arm in arms:
+        expected, measured = prefill_of(case, arm)
+        unit = str(case.unit_tokens(arm.name))
+        rows.append([arm.name, unit, f"{expected:.1f}", f"{measured:.1f}", f"{measured / expected - 1:+.1%}"])
+    return rows
+
+
+PREFILL_HEADERS = ("arm", "hits in units of", "by arithmetic", "measured", "difference")
+
+
+def report_sections(case: DemoCase, arms: list[Arm]) -> list[Section]:
+    """What the report says beside the replay's own figures; the first ones are also shown on the terminal."""
+    sections = []
+    if case.parity_prompts:
+        text = (
+            f"{case.parity_prompts} prompts of four shapes (single, multi-turn, extension, diverging prefix), each cold "
+            "and after its prefix was cached: every token and every log probability must be equal, no tolerance."
+        )
+        sections.append(Section("Are hits exact?", text, (EXACTNESS_HEADERS, exactness_rows(arms))))
+    if case.has_marks:
+        text = (
+            "A turn sends the prompt before it again and loses a part of its last block, or of its last mark: that is "
+            "arithmetic, and the means of all later turns must agree with it within 3%."
+        )
+        sections.append(Section("What does a later turn prefill?", text, (PREFILL_HEADERS, prefill_rows(case, arms))))
+    lines = [[arm.name, "\n".join(arm.server_lines)] for arm in arms]
+    return [*sections, Section("The servers", "What each server said of itself.", (("arm", "its lines"), lines))]
+
+
+def failures(case: DemoCase, arms: list[Arm]) -> list[str]:
     """Why the demo as a whole failed; stock arms may be inexact, in-page may not."""
     lines = []
     for arm in arms:
         if not arm.result.complete:
             errors = sum(turn.error is not None for turn in arm.result.turns)
             lines.append(f"{arm.name}: {errors} requests failed, see {arm.name}.json and {arm.name}.server.log")
-        if arm.name == "in-page" and arm.parity is not None and not arm.parity.exact:
-            lines.append("in-page: hits do not equal cold runs")
+        if layout_of(arm.name) == "in-page" and arm.parity is not None and not arm.parity.exact:
+            lines.append(f"{arm.name}: hits do not equal cold runs")
+        if case.has_marks and arm.result.complete:
+            expected, measured = prefill_of(case, arm)
+            if not abs(measured / expected - 1) <= PREFILL_TOLERANCE:
+                lines.append(f"{arm.name}: a later turn prefills {measured:.1f} tokens, by arithmetic {expected:.1f}")
     return lines
 
 
@@ -204,13 +236,13 @@ def demo(
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         arms = run_arms(chosen, model, out, progress)
     results = [arm.result for arm in arms]
-    rows = exactness_rows(arms)
     console.print(render_table(results))
-    if chosen.parity_prompts:
-        console.print(exactness_table(rows))
-    page = write_report(results, out, title=f"inpage demo: {chosen.what}", sections=report_sections(chosen, arms, rows))
+    sections = report_sections(chosen, arms)
+    for section in sections[:-1]:
+        console.print(as_table(section))
+    page = write_report(results, out, title=f"inpage demo: {chosen.what}", sections=sections)
     console.print(f"report: [bold]{page}[/] ({time.monotonic() - began:.0f} s in all)")
-    failed = failures(arms)
+    failed = failures(chosen, arms)
     for line in failed:
         console.print(f"[bold red]{line}[/]")
     raise typer.Exit(1 if failed else 0)

@@ -4,7 +4,8 @@ Everything comes over HTTP. Two things need care:
 
 - **The block.** The `block_size` in `/metrics` is what one process was configured with, which need not be the
   pool's (on CPU and Gaudi it is reset after start). So the block is probed: the shortest prompt of 2^k + 1 tokens
-  that hits when it is sent again hits exactly one block.
+  that hits when it is sent again hits exactly one block. With hits inside a block (`--prefix-match-unit`) it would hit
+  its last mark; so a prompt that is longer by one unit is sent first, whose last mark lies beyond.
 - **Cached tokens.** `usage.prompt_tokens_details` where the server sends it (`--enable-prompt-tokens-details`);
   otherwise the growth of `vllm:prefix_cache_hits_total`, which is right as long as nobody else uses the server.
 """
@@ -43,6 +44,7 @@ class About:
     max_model_len: int | None
     pool_blocks: int | None
     cache_config: Mapping[str, str]
+    match_unit: int | None = None
     block_tokens: int | None = None
     block_source: str = "unknown"
     cached_counts_from: str = "none"
@@ -78,12 +80,13 @@ class Server:
         client.model = model or next(iter(models))
         server = cls(client, About(url, client.model, None, models[client.model].get("max_model_len"), None, {}))
         config = dict(server.metrics().labels("vllm:cache_config_info"))
-        pool = config.get("num_gpu_blocks", "")
+        pool, unit = config.get("num_gpu_blocks", ""), config.get("prefix_match_unit", "")
         server.about = replace(
             server.about,
             version=server._version(),
             cache_config=config,
             pool_blocks=int(pool) if pool.isdigit() else None,
+            match_unit=int(unit) if unit.isdigit() else None,
             notes=server._notes(config),
         )
         return server
@@ -123,10 +126,12 @@ class Server:
         if given is not None:
             self.about = replace(self.about, block_tokens=given, block_source="given")
         longest = min(LAST_PROBE, (self.about.max_model_len or LAST_PROBE) - 4)
-        length = FIRST_PROBE if given is None else given
-        while length < longest:
-            prompt, salt = [rng.randrange(vocab) for _ in range(length + 1)], fresh_salt()
-            self.completions.generate(prompt, salt, 2)
+        unit = self.about.match_unit or 0
+        length = max(FIRST_PROBE, unit) if given is None else given
+        while length + unit < longest:
+            first, salt = [rng.randrange(vocab) for _ in range(length + 1 + unit)], fresh_salt()
+            prompt = first[: length + 1]
+            self.completions.generate(first, salt, 2)
             before = self.metrics()
             counted = self.completions.generate(prompt, salt, 2).cached_tokens
             grown = self.grown(before, len(prompt))

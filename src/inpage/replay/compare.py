@@ -22,6 +22,7 @@ FIGURES: tuple[tuple[str, str, Better], ...] = (
     ("TTFT later, {} (s)", "ttft_later", "less"),
     ("decode, {} (tok/s)", "decode_tok_s", "more"),
     ("cached tokens, {}", "cached_per_later_turn", ""),
+    ("prefilled tokens, {}", "prefilled_per_later_turn", ""),
     ("hit rate, later turns", "hit_rate_later", ""),
     ("hit rate, all turns", "hit_rate_all", ""),
 )
@@ -89,7 +90,7 @@ def _rows(summaries: Sequence[Summary], related: Sequence[bool]) -> list[Row]:
 def _show(field: str, value: float | None, summary: Summary) -> str:
     if value is not None:
         return f"{value:.1%}" if "hit_rate" in field else number(value)
-    unknown = summary.done > 0 and summary.hit_rate_all is None and field.startswith(("hit", "cached"))
+    unknown = summary.done > 0 and summary.hit_rate_all is None and field.startswith(("hit", "cached", "prefilled"))
     return "not reported" if unknown else "–"
 
 

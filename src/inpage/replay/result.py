@@ -22,6 +22,7 @@ DEFINITIONS = (
     ("TTFT", "seconds from sending a request to the first chunk that bears a token."),
     ("Decode rate", "(generated tokens − 1) / (last chunk − first chunk), per stream and turn."),
     ("Cached tokens", "the server's own count (usage.prompt_tokens_details); the table's are of later turns."),
+    ("Prefilled tokens", "prompt − cached tokens, of later turns."),
     ("Hit rate", "cached / prompt tokens, both summed over the turns; later turns are all but the first."),
     ("Wall", "seconds from the first request to the end of the last, all sessions running at once."),
     (
@@ -123,6 +124,7 @@ class Summary:
     ttft_later: Stats | None
     decode_tok_s: Stats | None
     cached_per_later_turn: Stats | None
+    prefilled_per_later_turn: Stats | None
     hit_rate_later: float | None
     hit_rate_all: float | None
     by_turn: tuple[TurnSummary, ...]
@@ -157,10 +159,30 @@ def summarize(result: ArmResult) -> Summary:
         ttft_later=Stats.of(turn.ttft_s for turn in later),
         decode_tok_s=Stats.of(turn.decode_tok_s for turn in done),
         cached_per_later_turn=Stats.of(turn.cached_tokens for turn in later),
+        prefilled_per_later_turn=Stats.of(prefilled(later)),
         hit_rate_later=hit_rate(later),
         hit_rate_all=hit_rate(done),
         by_turn=tuple(by_turn),
     )
+
+
+def prefilled(turns: Iterable[TurnRecord]) -> list[int]:
+    """Tokens that were computed of each prompt, for the turns that have both counts."""
+    return [t.prompt_tokens - t.cached_tokens for t in turns if t.cached_tokens is not None and t.prompt_tokens]
+
+
+def prefill_by_arithmetic(result: ArmResult, unit_tokens: int) -> list[int]:
+    """What each later turn has to compute when a pool loses nothing and hits come in units of so many tokens.
+
+    A session sends the prompt of the turn before again: of its tokens the last unit is lost in part. The order is that
+    of `prefilled` over the later turns.
+    """
+    sent = {(turn.session, turn.turn): turn.prompt_tokens or 0 for turn in result.turns if turn.error is None}
+    return [
+        turn.prompt_tokens - sent[turn.session, turn.turn - 1] // unit_tokens * unit_tokens
+        for turn in result.turns
+        if turn.turn > 1 and turn.error is None and turn.prompt_tokens and turn.cached_tokens is not None
+    ]
 
 
 def hit_rate(turns: Iterable[TurnRecord]) -> float | None:
