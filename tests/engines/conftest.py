@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_words import run_driver
 
 from inpage.demo.model import DemoModel, make_model
 from inpage.demo.server import ENVIRONMENT
@@ -43,32 +39,9 @@ def engine_run(model: Path, wide_model: Path, tmp_path_factory: pytest.TempPathF
         key = json.dumps([scenario, arguments, wide, environment], sort_keys=True)
         if key not in known:
             out = tmp_path_factory.mktemp("engine") / "result.json"
-            command = [
-                sys.executable,
-                str(DRIVER),
-                scenario,
-                str(wide_model if wide else model),
-                str(out),
-                json.dumps(arguments or {}),
-            ]
-            fixed = {**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
-            log_file = out.with_name("log")
-            with log_file.open("w") as output:
-                process = subprocess.Popen(
-                    command,
-                    env={**os.environ, **fixed, **environment},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                try:
-                    process.wait(timeout=TIMEOUT_S)
-                finally:
-                    with suppress(ProcessLookupError):  # whatever the engine left behind
-                        os.killpg(process.pid, signal.SIGKILL)
-            log = log_file.read_text(errors="replace")
-            assert out.exists(), f"{scenario} ended with status {process.returncode}:\n{log[-6000:]}"
-            known[key] = {"result": json.loads(out.read_text()), "log": log}
+            fixed = {**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOG_STATS_INTERVAL": "1", **environment}
+            chosen = wide_model if wide else model
+            known[key] = run_driver(DRIVER, scenario, chosen, arguments or {}, fixed, out, TIMEOUT_S)
         return known[key]
 
     return run

@@ -7,12 +7,12 @@ holds global state and its environment is read at import. The tests compare the 
 from __future__ import annotations
 
 import json
-import random
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+
+from engine_words import Words, main, same
 
 BLOCK = 256
 LENGTHS = (1, 2, 200, BLOCK, BLOCK + 1, 1500, 2000)
@@ -31,47 +31,11 @@ ENGINE = {
 }
 
 
-class Engine:
-    """`vllm.LLM` with short words."""
+class Engine(Words):
+    """With the options above, unless a scenario says otherwise."""
 
-    started: ClassVar[list[Engine]] = []
-
-    def __init__(self, model: str, **arguments: Any) -> None:
-        from vllm import LLM
-
-        self.llm = LLM(model=model, **{**ENGINE, **arguments})
-        self.random = random.Random(7)
-        Engine.started.append(self)
-
-    @property
-    def core(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core
-
-    @property
-    def runner(self) -> Any:
-        return self.core.model_executor.driver_worker.worker.model_runner
-
-    def tokens(self, count: int) -> list[int]:
-        return [self.random.randrange(250) for _ in range(count)]
-
-    def generate(self, prompts: list[list[int]], output: int, salt: str | None = None, **request: Any) -> list[Any]:
-        """Token ids, all logprobs and cached tokens of each prompt, run together."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=output, logprobs=3, ignore_eos=True)
-        inputs = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
-        answers = self.llm.generate(inputs, params, use_tqdm=False, **request)
-        return [
-            {
-                "tokens": list(a.outputs[0].token_ids),
-                "logprobs": [sorted((k, v.logprob) for k, v in d.items()) for d in a.outputs[0].logprobs],
-                "cached": a.num_cached_tokens,
-            }
-            for a in answers
-        ]
-
-    def one(self, prompt: list[int], output: int = 6, salt: str | None = None) -> Any:
-        return self.generate([prompt], output, salt)[0]
+    options = ENGINE
+    seed = 7
 
     def hit_against_cold(
         self, lengths: tuple[int, ...] = (1, 2, 200, BLOCK, BLOCK + 1, 1500, 2000)
@@ -83,8 +47,8 @@ class Engine:
             cold = self.one(prompt, salt=salt)
             self.one(self.tokens(500))
             hit = self.one(prompt, salt=salt)
-            same = cold["tokens"] == hit["tokens"] and cold["logprobs"] == hit["logprobs"]
-            rows.append({"length": length, "cold": cold["cached"], "hit": hit["cached"], "equal": same})
+            row = {"length": length, "cold": cold["cached"], "hit": hit["cached"], "equal": same(cold, hit)}
+            rows.append(row)
         return rows
 
     def preemptions(self) -> list[int]:
@@ -178,9 +142,8 @@ def inside(model: str, arguments: dict[str, Any]) -> Any:
         engine.one(first, salt=salt)
         engine.one(engine.tokens(500))
         hit = engine.one(then, salt=salt)
-        same = cold["tokens"] == hit["tokens"] and cold["logprobs"] == hit["logprobs"]
         row = {"kind": kind, "first": len(first), "then": len(then)}
-        rows.append(row | {"cold": cold["cached"], "hit": hit["cached"], "equal": same})
+        rows.append(row | {"cold": cold["cached"], "hit": hit["cached"], "equal": same(cold, hit)})
 
     for length in (63, 64, 65, 128, 200, BLOCK - 1, BLOCK + 63, BLOCK + 65, 1000):
         prompt = engine.tokens(length)
@@ -194,9 +157,8 @@ def inside(model: str, arguments: dict[str, Any]) -> Any:
     talk, salt = engine.tokens(150), "talk"
     for _ in range(6):
         cold, hit = engine.one(talk, 20, salt=f"cold {len(talk)}"), engine.one(talk, 20, salt=salt)
-        same = cold["tokens"] == hit["tokens"] and cold["logprobs"] == hit["logprobs"]
-        row = {"kind": "talk", "then": len(talk), "cold": cold["cached"], "hit": hit["cached"], "equal": same}
-        rows.append(row)
+        row = {"kind": "talk", "then": len(talk), "cold": cold["cached"], "hit": hit["cached"]}
+        rows.append(row | {"equal": same(cold, hit)})
         talk = talk + hit["tokens"] + engine.tokens(90)
     result: dict[str, Any] = {"rows": rows}
     mover = getattr(engine.runner, "mover", None)
@@ -313,13 +275,5 @@ SCENARIOS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
 }
 
 
-def main() -> None:
-    scenario, model, out = sys.argv[1:4]
-    arguments = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-    Path(out).write_text(json.dumps(SCENARIOS[scenario](model, arguments)))
-    for engine in Engine.started:
-        engine.llm.llm_engine.engine_core.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    main(SCENARIOS)

@@ -21,6 +21,9 @@ import httpx
 import pytest
 from qwen3_5 import write_config
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # drivers' words, and the scheduler without a model
+from engine_words import run_driver
+
 from inpage.demo.model import DemoModel, make_model
 from inpage.demo.server import free_port
 
@@ -41,8 +44,6 @@ PLUGIN_ENVIRONMENT = {
 }
 TIMEOUT_S = 540
 SERVER_TIMEOUT_S = 300
-
-sys.path.insert(0, str(HERE.parent / "engines"))  # scheduler_double.py: the real scheduler without a model
 
 
 def _forget(*packages: str) -> None:
@@ -113,24 +114,8 @@ def plugin_run(plugin_model: Path, wide_model: Path, tmp_path_factory: pytest.Te
         folder = model_for(options or {})
         if key not in known:
             out = tmp_path_factory.mktemp("plugin") / "result.json"
-            log_file = out.with_name("log")
-            command = [sys.executable, str(DRIVER), scenario, str(folder), str(out), json.dumps(options or {})]
-            with log_file.open("w") as output:
-                process = subprocess.Popen(
-                    command,
-                    env={**os.environ, **PLUGIN_ENVIRONMENT, **environment},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                try:
-                    process.wait(timeout=TIMEOUT_S)
-                finally:
-                    with suppress(ProcessLookupError):  # whatever the engine left behind
-                        os.killpg(process.pid, signal.SIGKILL)
-            log = log_file.read_text(errors="replace")
-            assert out.exists(), f"{scenario} ended with status {process.returncode}:\n{log[-6000:]}"
-            known[key] = {"result": json.loads(out.read_text()), "log": log}
+            fixed = {**PLUGIN_ENVIRONMENT, **environment}
+            known[key] = run_driver(DRIVER, scenario, folder, options or {}, fixed, out, TIMEOUT_S)
         return known[key]
 
     return run

@@ -7,14 +7,15 @@ import this file when they are spawned, so the break reaches all of them.
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from engine_words import Words, main, same
 
 BLOCK = 384
 ENGINE = {
@@ -31,46 +32,11 @@ ENGINE = {
 LENGTHS = (1500, 900, 1160, 2000, 1536, 769)
 
 
-class Engine:
-    """`vllm.LLM` with short words."""
+class Engine(Words):
+    """With the options above, unless a scenario says otherwise."""
 
-    started: ClassVar[list[Engine]] = []
-
-    def __init__(self, model: str, **options: Any) -> None:
-        from vllm import LLM
-
-        self.llm = LLM(model=model, **{**ENGINE, **options})
-        self.random = random.Random(0)
-        Engine.started.append(self)
-
-    @property
-    def core(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core
-
-    @property
-    def runner(self) -> Any:
-        return self.core.model_executor.driver_worker.worker.model_runner
-
-    def tokens(self, count: int) -> list[int]:
-        return [self.random.randrange(250) for _ in range(count)]
-
-    def generate(self, prompts: list[list[int]], output: int = 8, salt: str | None = None) -> list[dict[str, Any]]:
-        """Token ids, their logprobs and the cached tokens of each prompt, run together."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=output, logprobs=3, ignore_eos=True, detokenize=False)
-        inputs = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
-        return [
-            {
-                "tokens": list(answer.outputs[0].token_ids),
-                "logprobs": [sorted((k, v.logprob) for k, v in d.items()) for d in answer.outputs[0].logprobs],
-                "cached": answer.num_cached_tokens,
-            }
-            for answer in self.llm.generate(inputs, params, use_tqdm=False)
-        ]
-
-    def one(self, prompt: list[int], output: int = 8, salt: str | None = None) -> dict[str, Any]:
-        return self.generate([prompt], output, salt)[0]
+    options = ENGINE
+    seed = 0
 
     def hit_against_cold(self, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
         """Every prompt and its extension cold; then an unrelated request; then both as hits."""
@@ -99,7 +65,7 @@ def compare(cold: dict[str, Any], hit: dict[str, Any]) -> dict[str, Any]:
     drift = max(pairs, default=0.0)
     return {
         "hit": hit["cached"],
-        "equal": cold["tokens"] == hit["tokens"] and cold["logprobs"] == hit["logprobs"],
+        "equal": same(cold, hit),
         "drift": drift if drift == drift and all(p == p for p in pairs) else None,
     }
 
@@ -475,16 +441,11 @@ SCENARIOS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
 }
 
 
-def main() -> None:
-    scenario, model, out = sys.argv[1:4]
-    options = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-    Path(out).write_text(json.dumps(SCENARIOS[scenario](model, options)))
-    sys.stdout.flush()
-    os._exit(0) if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else None
-
-
 if os.environ.get("INPAGE_TEST_BREAK"):
     break_rule(os.environ["INPAGE_TEST_BREAK"])
 
 if __name__ == "__main__":
-    main()
+    main(SCENARIOS, shut_down=False)
+    sys.stdout.flush()
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        os._exit(0)  # nothing that an engine of this process left running is waited for

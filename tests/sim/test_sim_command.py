@@ -50,6 +50,7 @@ def test_a_failing_seed_exits_1_and_prints_a_command_that_repeats_it(tmp_path: P
         (["stray.json"], "Traces come after --trace"),
         (["--trace", "none.json"], "cannot read none.json"),
         (["--trace", "none.json", "--retention", "some"], "dense or sparse"),
+        (["--trace", "none.json", "--arm", "lru"], "--arm lru: there are off, per-block, bounded, in-page"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(words: list[str], message: str) -> None:

@@ -20,6 +20,8 @@ QWEN_27B = Geometry(
 )
 """Qwen3.5-27B and Qwen3.8-27B with bf16 keys and values and float32 states, on one rank."""
 
+KINDS = ("off", "per-block", "bounded", "in-page")
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -30,6 +32,11 @@ class Arm:
     num_blocks: int
     caching: bool = True
     checkpoints: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return self.name if self.checkpoints is None else "bounded"
 
 
 @dataclass(frozen=True)

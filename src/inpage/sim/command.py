@@ -17,7 +17,7 @@ from inpage.errors import ConfigError
 from inpage.layout.geometry import Geometry
 from inpage.layout.model import ModelShape
 from inpage.layout.units import parse_memory
-from inpage.sim.arms import QWEN_27B, Arm, Figures, Server, arms_at
+from inpage.sim.arms import KINDS, QWEN_27B, Arm, Figures, Server, arms_at
 from inpage.sim.costs import Costs, fitted
 from inpage.sim.releases import release
 from inpage.sim.trace_report import plot
@@ -61,6 +61,9 @@ def simulate(
     model: Annotated[
         Path | None, typer.Option(help="A config.json for the geometry; Qwen 27B otherwise.", rich_help_panel=TRACES)
     ] = None,
+    arm: Annotated[
+        list[str] | None, typer.Option(help="Only these of off, per-block, bounded, in-page.", rich_help_panel=TRACES)
+    ] = None,
     checkpoints: Annotated[
         list[int] | None, typer.Option(min=1, help="K of the bounded pools.", rich_help_panel=TRACES)
     ] = None,
@@ -99,6 +102,8 @@ def simulate(
         raise ConfigError(f"{more[0]}: what is this file for? Traces come after --trace")
     if trace:
         geometry = QWEN_27B if model is None else Geometry.of(ModelShape.from_file(model))
+        if unknown := sorted(set(arm or ()) - set(KINDS)):
+            raise ConfigError(f"--arm {unknown[0]}: there are {', '.join(KINDS)}")
         if retention not in ("dense", "sparse"):
             raise ConfigError(f"--retention is dense or sparse, not {retention!r}")
         server = Server(
@@ -114,7 +119,16 @@ def simulate(
         sizes = [parse_memory(size) for size in memory or DEFAULT_MEMORY]
         paths = [*trace, *(more or [])]
         read_traces(paths)  # refuses what is malformed before anything starts
-        arms = [arm for size in sizes for arm in arms_at(size, geometry, checkpoints or DEFAULT_CHECKPOINTS)]
+        arms = [
+            one
+            for size in sizes
+            for one in arms_at(size, geometry, checkpoints or DEFAULT_CHECKPOINTS)
+            if one.kind in (arm or KINDS)
+        ]
+        if not arms:
+            raise ConfigError(
+                f"--arm {', '.join(arm or ())}: no such arm fits into {', '.join(memory or DEFAULT_MEMORY)}"
+            )
         with Campaign(jobs, path) as campaign:
             found = _replay_traces(console, campaign, paths, arms, server)
         if json_path is not None:
