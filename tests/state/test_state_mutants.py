@@ -276,8 +276,8 @@ def zero_after_forward(patch: pytest.MonkeyPatch) -> None:
 
 # -------------------------------------------------------------------------------------- breaks of the plan
 def off_by_one(step: int) -> Break:
-    def shifted(request: str, position: int, block_tokens: int, tables: BlockTables) -> tuple[int, ...]:
-        return plan_checkpoint_blocks(request, position + step * block_tokens, block_tokens, tables)
+    def shifted(request: str, position: int, grid: Grid, tables: BlockTables) -> tuple[int, ...]:
+        return plan_checkpoint_blocks(request, position + step * grid.block_tokens, grid, tables)
 
     def both(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(plan, "checkpoint_blocks", shifted)

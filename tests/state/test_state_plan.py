@@ -104,7 +104,7 @@ def test_a_save_whose_table_is_too_short_is_refused():
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_the_block_of_a_boundary_is_the_one_whose_last_token_ends_there(index):
     tables = [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
-    assert checkpoint_blocks("a", (index + 1) * B, B, tables) == (10 + index, 20 + index, 30 + index)
+    assert checkpoint_blocks("a", (index + 1) * B, G, tables) == (10 + index, 20 + index, 30 + index)
 
 
 @pytest.mark.parametrize("position", [0])
@@ -112,11 +112,11 @@ def test_before_the_first_boundary_no_block_ends_and_the_last_one_is_not_taken_f
     with pytest.raises(
         StateError, match=rf"request a has no block for the checkpoint of position {position}: .* 0 are needed"
     ):
-        checkpoint_blocks("a", position, B, [[10, 11]])
+        checkpoint_blocks("a", position, G, [[10, 11]])
 
 
 def test_the_plan_passes_the_null_block_on_for_the_ledger_to_refuse():
-    assert checkpoint_blocks("a", B, B, [[0], [5]]) == (0, 5)
+    assert checkpoint_blocks("a", B, G, [[0], [5]]) == (0, 5)
 
 
 # marks of 8 tokens in blocks of 24
@@ -164,5 +164,4 @@ def test_marks_that_do_not_divide_the_block_are_refused():
         Grid(B, 7)
     assert not G.has_marks
     assert [M.block_index(at) for at in (1, 24, 25, 48)] == [0, 0, 1, 1]
-    assert M.last_mark(23) == 16
     assert (G.blocks_at_once(50, 3), M.blocks_at_once(50, 3)) == (9, 14)

@@ -122,14 +122,13 @@ def _wrong_group(world: World) -> None:
 def _one_block_early(world: World) -> None:
     def change(facts: StepFacts, moves: Any) -> Any:
         tables = {start.request: start.tables for start in facts.starts}
-        block = world.knobs.block_tokens
+        grid = world.worker.mover.grid
 
         def early(give: Give) -> Give:
-            if give.checkpoint is None or give.position <= block:
+            position = give.position - grid.block_tokens
+            if give.checkpoint is None or position <= 0:
                 return give
-            return replace(
-                give, checkpoint=checkpoint_blocks(give.request, give.position - block, block, tables[give.request])
-            )
+            return replace(give, checkpoint=checkpoint_blocks(give.request, position, grid, tables[give.request]))
 
         return replace(moves, give=tuple(map(early, moves.give)))
 
@@ -146,7 +145,7 @@ def _saved_off_boundary(world: World) -> None:
             # Half a block past a boundary, over the checkpoint that was saved there.
             end, block = run.position + run.tokens, world.knobs.block_tokens
             if end > block and end % block == block // 2:
-                blocks = checkpoint_blocks(run.request, end - end % block, block, run.tables)
+                blocks = checkpoint_blocks(run.request, end - end % block, mover.grid, run.tables)
                 mover.store.save(mover.slots.of(run.request).index, blocks)
 
     _wrap(mover, "after_forward", after)

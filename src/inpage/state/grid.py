@@ -33,10 +33,6 @@ class Grid:
         """Which entry of a block table holds the checkpoint of `position`: the block that its last token is in."""
         return (position - 1) // self.block_tokens
 
-    def last_mark(self, tokens: int) -> int:
-        """The last mark of so many tokens, 0 when there is none."""
-        return tokens // self.mark_tokens * self.mark_tokens
-
     def blocks_at_once(self, tokens: int, groups: int) -> int:
         """Blocks that a request of so many tokens may hold in one step, with `groups` GDN groups.
 

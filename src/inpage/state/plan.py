@@ -86,14 +86,14 @@ class BeforeMoves:
     give: tuple[Give, ...] = ()
 
 
-def checkpoint_blocks(request: str, position: int, block_tokens: int, tables: BlockTables) -> tuple[int, ...]:
+def checkpoint_blocks(request: str, position: int, grid: Grid, tables: BlockTables) -> tuple[int, ...]:
     """The block of each GDN group that holds token `position` - 1; `StateError` if a table is too short."""
-    index = (position - 1) // block_tokens
+    index = grid.block_index(position)
     for group, table in enumerate(tables):
         if not 0 <= index < len(table):
             raise StateError(
                 f"request {request} has no block for the checkpoint of position {position}: the table of GDN group "
-                f"{group} has {len(table)} blocks of {block_tokens} tokens, {index + 1} are needed"
+                f"{group} has {len(table)} blocks of {grid.block_tokens} tokens, {index + 1} are needed"
             )
     return tuple(table[index] for table in tables)
 
@@ -122,7 +122,7 @@ def plan_before(facts: StepFacts, grid: Grid) -> BeforeMoves:
             )
         checkpoint = None
         if start.position:
-            checkpoint = checkpoint_blocks(start.request, start.position, block_tokens, start.tables)
+            checkpoint = checkpoint_blocks(start.request, start.position, grid, start.tables)
             if start.position % block_tokens and not targets.issuperset(checkpoint):
                 raise StateError(
                     f"request {start.request} starts at position {start.position}, inside blocks {list(checkpoint)} "
@@ -158,6 +158,6 @@ def plan_after(runs: Iterable[Run], grid: Grid) -> tuple[Save, ...]:
                 "the scheduler's chunk grid is not the pool's block size"
             )
         if is_saved(end, run.prompt_tokens, grid):
-            blocks = checkpoint_blocks(run.request, end, block_tokens, run.tables)
+            blocks = checkpoint_blocks(run.request, end, grid, run.tables)
             saves.append(Save(run.request, end, blocks))
     return tuple(saves)

@@ -78,5 +78,5 @@ class WrittenBlocks:
             if end % block_tokens and self.grid.has_marks:
                 self._rows[table[full]] = end
         if is_saved(end, prompt_tokens, self.grid):
-            for block in checkpoint_blocks(request, end, block_tokens, state_tables):
+            for block in checkpoint_blocks(request, end, self.grid, state_tables):
                 self._states[block] = end
