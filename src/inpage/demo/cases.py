@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from inpage.demo.model import DemoModel
 from inpage.replay.sessions import SessionSpec
 
 ARMS = ("off", "native", "per-block", "in-page")
@@ -32,6 +33,7 @@ class DemoCase:
     blocks: int
     parity_prompts: int
     retention: int | None = None
+    model: DemoModel = DemoModel()
     budget: int = BLOCK_TOKENS + 128
     """Tokens a step. With one block and 64 tokens stock's grid of 128 falls on the blocks too, so that arms differ in
     layout only; with one block and 128 it does not, which is what a server gets by default."""
@@ -102,10 +104,13 @@ CASES = {
     ),
     "marks": DemoCase(
         "marks",
-        "two sessions whose turns add 300 tokens, with hits in blocks of 256 and inside them, every 64 tokens",
+        "a session whose turns add 300 tokens, with hits in blocks of 256 and inside them, every 64 tokens",
         ("in-page", WITH_MARKS),
-        _sessions(2, 2048, 8192, 300),
-        blocks=260,
-        parity_prompts=32,
+        # One at a time: of two, each waits for the other's prefill, in TTFT or in decode as their turns happen to fall.
+        _sessions(1, 2048, 14336, 300),
+        blocks=500,
+        parity_prompts=8,
+        # Wide enough that a turn's time goes into its tokens and not into the number of its steps.
+        model=DemoModel(hidden=512, intermediate=512),
     ),
 }

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from inpage.demo.cases import BLOCK_TOKENS, CASES, MAX_MODEL_LEN, SEQUENCES, WITH_MARKS, DemoCase, layout_of
-from inpage.demo.model import DemoModel, make_model
+from inpage.demo.model import make_model
 from inpage.demo.server import RunningServer, ServerProcess
 from inpage.errors import ConfigError
 from inpage.gates.parity import Completions, Parity, make_cases, run_parity
@@ -231,7 +231,7 @@ def demo(
     console.print(f"[bold]inpage demo[/], case {chosen.name}: {chosen.what}")
     out = out if chosen.name == "arms" else out / chosen.name
     out.mkdir(parents=True, exist_ok=True)
-    model = make_model(out / "model", DemoModel())
+    model = make_model(out / "model", chosen.model)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         arms = run_arms(chosen, model, out, progress)
