@@ -18,6 +18,14 @@ Run = Callable[..., Any]
 TIMEOUT_S = 240
 
 
+MODELS = {
+    "demo": DemoModel(),
+    # Two tensor-parallel ranks get a demo model's share each.
+    "wide": DemoModel(heads=2, kv_heads=2, key_heads=2, value_heads=2),
+    "large blocks": DemoModel(layers=8, heads=2, value_heads=2),
+}
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model: random weights, blocks of 256 tokens."""
@@ -25,23 +33,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model with twice the heads: two ranks get a demo model's share each."""
-    return make_model(tmp_path_factory.mktemp("wide"), DemoModel(heads=2, kv_heads=2, key_heads=2, value_heads=2))
-
-
-@pytest.fixture(scope="session")
-def engine_run(model: Path, wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """`engine_run(scenario, arguments, wide=False, **environment)`: result and log; equal calls run once."""
+def engine_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`engine_run(scenario, arguments, model=one of MODELS, **environment)`: result and log; equal calls run once."""
     known: dict[str, Any] = {}
+    made: dict[str, Path] = {}
 
-    def run(scenario: str, arguments: dict[str, Any] | None = None, wide: bool = False, **environment: str) -> Any:
-        key = json.dumps([scenario, arguments, wide, environment], sort_keys=True)
+    def run(scenario: str, arguments: dict[str, Any] | None = None, model: str = "demo", **environment: str) -> Any:
+        key = json.dumps([scenario, arguments, model, environment], sort_keys=True)
+        if model not in made:
+            made[model] = make_model(tmp_path_factory.mktemp("made"), MODELS[model])
         if key not in known:
             out = tmp_path_factory.mktemp("engine") / "result.json"
             fixed = {**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOG_STATS_INTERVAL": "1", **environment}
-            chosen = wide_model if wide else model
-            known[key] = run_driver(DRIVER, scenario, chosen, arguments or {}, fixed, out, TIMEOUT_S)
+            known[key] = run_driver(DRIVER, scenario, made[model], arguments or {}, fixed, out, TIMEOUT_S)
         return known[key]
 
     return run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,9 +37,7 @@ class Engine(Words):
     options = ENGINE
     seed = 7
 
-    def hit_against_cold(
-        self, lengths: tuple[int, ...] = (1, 2, 200, BLOCK, BLOCK + 1, 1500, 2000)
-    ) -> list[dict[str, Any]]:
+    def hit_against_cold(self, lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
         """Each prompt cold, then an unrelated one, then again under the same salt."""
         rows = []
         for length in lengths:
@@ -70,8 +68,9 @@ def parity(model: str, arguments: dict[str, Any]) -> Any:
         force_async_scheduling()
     if arguments.pop("flip_grid", False):
         return flipped_grid(model, arguments)
+    lengths = arguments.pop("lengths", LENGTHS)
     engine = Engine(model, **arguments)
-    return {"rows": engine.hit_against_cold()}
+    return {"rows": engine.hit_against_cold(lengths)}
 
 
 def force_async_scheduling() -> None:

@@ -33,7 +33,7 @@ def test_hits_equal_cold_with_async_scheduling(engine_run):
 
 
 def test_hits_equal_cold_on_two_tensor_parallel_ranks(engine_run):
-    run = engine_run("parity", {"tensor_parallel_size": 2}, INPAGE="1", wide=True, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    run = engine_run("parity", {"tensor_parallel_size": 2}, INPAGE="1", model="wide", VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert_exact(run["result"]["rows"])
 
 

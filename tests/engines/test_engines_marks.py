@@ -66,8 +66,16 @@ def test_hits_at_marks_equal_cold_with_engine_core_in_its_own_process(engine_run
 
 def test_hits_at_marks_equal_cold_on_two_tensor_parallel_ranks(engine_run):
     arguments = {"tensor_parallel_size": 2, "prefix_match_unit": UNIT}
-    run = engine_run("parity", arguments, INPAGE="1", wide=True, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    run = engine_run("parity", arguments, INPAGE="1", model="wide", VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert_exact(run["result"]["rows"])
+
+
+def test_a_prompt_of_200_tokens_hits_192_with_blocks_of_384(engine_run):
+    arguments = {"prefix_match_unit": UNIT, "max_num_batched_tokens": 512, "lengths": [200, 383, 385]}
+    run = engine_run("parity", arguments, INPAGE="1", model="large blocks", **IN_PROCESS)
+    assert "block 384 tokens, shortest prefix that can hit 64 tokens" in run["log"]
+    rows = [(row["length"], row["hit"], row["equal"]) for row in run["result"]["rows"]]
+    assert rows == [(200, 192, True), (383, 320, True), (385, 384, True)]
 
 
 def test_under_preemption_every_request_equals_native_with_the_same_marks(engine_run):
