@@ -39,5 +39,5 @@ bench: setup  ## benchmarks, as ratios taken in one run
 soak: setup  ## 20,000 requests with aborts, preemptions and resets: memory flat, all slots home, 0 wrong
 	@$(BIN)/inpage soak $(SOAK)
 
-clean:  ## remove .venv and what the demo and the soak wrote
-	rm -rf $(VENV) demo soak
+clean:  ## remove both environments and what the demo and the soak wrote
+	rm -rf $(VENV) .venv-gaudi demo soak

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -59,11 +60,11 @@ class Figures:
     policy: str
     later: list[TurnRecord] = field(default_factory=list)
     walls: list[float] = field(default_factory=list)
-    bursts: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    bursts: dict[str, list[list[float]]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     shares: dict[str, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in KINDS})
 
     def summary(self) -> dict[str, Any]:
-        """The figures as numbers; None where nothing was measured."""
+        """The figures as numbers, None where nothing was measured; of several bursts the median, and each."""
         ttft = [turn.ttft_s for turn in self.later if turn.ttft_s is not None]
         numbers: dict[str, Any] = {
             "policy": self.policy,
@@ -72,9 +73,11 @@ class Figures:
             "ttft_later_p90": percentile(ttft, 90) if ttft else None,
             "wall_s": sum(self.walls) / len(self.walls),
         }
-        for kind, times in self.bursts.items():
-            for percent in (50, 90, 100):
-                numbers[f"{kind}_p{percent}"] = percentile(times, percent) if times else None
+        for kind, bursts in self.bursts.items():
+            for percent in (50, 90):
+                each = [percentile(times, percent) for times in bursts]
+                numbers[f"{kind}_p{percent}"] = statistics.median(each) if each else None
+                numbers[f"{kind}_p{percent}_each"] = each
             numbers[f"{kind}_shares"] = dict(sorted(self.shares[kind].items()))
         return numbers
 
@@ -196,7 +199,7 @@ def measure(servers: list[RunningServer], folder: Path, rounds: int, replays: in
                     empty_caches(servers)
                     log = folder / f"{policy}.log"
                     start = log.stat().st_size
-                    figures[policy].bursts[kind] += asyncio.run(burst(urls[policy], asked))
+                    figures[policy].bursts[kind].append(asyncio.run(burst(urls[policy], asked)))
                     figures[policy].shares[kind] += went(log, start, len(asked))
     return list(figures.values())
 

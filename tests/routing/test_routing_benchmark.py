@@ -15,7 +15,8 @@ def figures(policy: str, cached: int, burst: float | None) -> dict:
     turn = TurnRecord(session=0, turn=2, prompt_tokens=100, cached_tokens=cached, ttft_s=1.0, total_s=2.0)
     one = Figures(policy, [turn], [10.0])
     if burst is not None:
-        one.bursts = {"one_home": [burst, burst], "dealt": [1.0]}
+        disturbed = [9.0, 99.0]
+        one.bursts = {"one_home": [[burst, burst], disturbed, [burst, burst]], "dealt": [[1.0]]}
         one.shares = {"one_home": Counter(r1=12), "dealt": Counter(r1=6, r2=6)}
     return one.summary()
 
@@ -25,6 +26,7 @@ def figures(policy: str, cached: int, burst: float | None) -> dict:
     [(80, 2.0, [True, True, True]), (78, 2.0, [True, False, True]), (80, 2.1, [True, True, False])],
 )
 def test_the_verdicts_are_about_hits_kept_and_bursts_shortened(bounded_cached, bounded_burst, holds) -> None:
+    """One burst that the machine disturbed does not decide: the median of the bursts does."""
     summaries = [
         figures("one replica", 80, None),
         figures("affinity", 80, 3.0),
