@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from inpage.demo.server import free_port
+from inpage.routing import haproxy_config
 from inpage.routing.haproxy import running_haproxy
 from inpage.routing.haproxy_config import Routes, parse_address, parse_replica, render
 
@@ -56,8 +57,20 @@ def test_bounded_load_shares_a_burst_of_new_sessions_however_they_hash(route) ->
     with route("bounded") as router:
         seen = fill(router, home[:12])
         assert seen[7] == [4, 4]  # every sequence is taken before anything waits
-        assert sum(seen[-1]) == 12  # and what waits does so in the replicas, not in HAProxy
-        assert min(seen[-1]) >= 5
+        assert seen[-1] == [6, 6]  # and what waits does so in the replicas, not in HAProxy
+
+
+@pytest.mark.parametrize(("fewest", "shares"), [(True, [6, 6]), (False, [7, 5])])
+def test_a_burst_behind_a_full_replica_goes_where_the_fewest_requests_are(route, monkeypatch, fewest, shares) -> None:
+    """The bound alone rounds up: at any percentage it leaves three of eight waiting behind four that generate."""
+    if not fewest:
+        monkeypatch.setattr(haproxy_config, "_fewest", lambda routes: [])
+    with route("bounded") as router:
+        known = router.sessions_of("r1", 4)
+        names = (f"new-{number}" for number in range(400))
+        with route("affinity") as other:
+            new = [name for name in names if other.ask(name) == "r1"][:8]
+        assert fill(router, [*known, *new])[-1] == shares
 
 
 def test_a_known_session_stays_while_its_replica_has_room_and_leaves_when_it_has_none(route) -> None:
@@ -96,8 +109,7 @@ def test_without_memory_the_bound_sends_the_second_request_away_from_a_replica_w
 
 def test_a_limit_of_exactly_the_sequences_would_freeze_the_shares(haproxy, route, monkeypatch) -> None:
     """Why maxconn is above the sequences: what queues in HAProxy is not load, so the full replica stays chosen."""
-    from inpage.routing.haproxy_config import Routes
-
+    monkeypatch.setattr(haproxy_config, "_fewest", lambda routes: [])
     monkeypatch.setattr(Routes, "maxconn", property(lambda routes: routes.sequences))
     with route("bounded", remember_s=0, bound=150) as router:
         assert fill(router, router.sessions_of("r1", 12), arrive=6)[-1] == [4, 2]

@@ -4,16 +4,19 @@ How a replica is chosen:
 
 `affinity`     a consistent hash of the session header, whatever the load
 `bounded`      the replica that has the session, while it has a sequence free; otherwise (a new session, or a busy
-               replica) the same hash with bounded load: a replica with more than its share is passed over
+               replica) the same hash with bounded load: a replica with more than its share is passed over. Once a
+               replica is full, the one with the fewest requests
 `round-robin`  each in turn, whatever the session: what caching loses without a router that knows sessions
 
-Two things about HAProxy's bounded load (`hash-balance-factor`) shape `bounded`; the tests of routing show both on
+Three things about HAProxy's bounded load (`hash-balance-factor`) shape `bounded`; the tests of routing show them on
 the real one. The bound is a share of what runs, not a number of sequences: with two replicas and 150% the second
 request at once may already have to leave a replica that has room, and then pays for a cold prompt. Hence the table
 that remembers where a session was: known sessions are not measured against the bound, and it can be tight. And
 requests that wait in HAProxy's own queue do not count as running: a limit of exactly the replica's sequences
 freezes the shares when it is reached, and the rest of a burst queues in front of the full replica while others
-idle. Hence a limit above the sequences: what is too much waits in vLLM, where it counts.
+idle. Hence a limit above the sequences: what is too much waits in vLLM, where it counts. And the bound is rounded up to
+whole requests, at any percentage: of twelve of one home it leaves seven there, three of them waiting behind four that
+generate, while the other replica has sequences free. Hence the fewest requests, once a replica is full.
 """
 
 from __future__ import annotations
@@ -223,6 +226,7 @@ def _balance(routes: Routes) -> list[str]:
         f"    # A replica that runs more than {routes.bound}% of the average is passed over for the next on the ring.",
         f"    hash-balance-factor {routes.bound}",
     ]
+    stays: list[str] = []
     if routes.remember_s:
         lines += [
             "    # A session that is known stays where it was while that replica has a sequence free, bound or not.",
@@ -233,10 +237,29 @@ def _balance(routes: Routes) -> list[str]:
             was_here = f"{key},table_server_id(replicas) -m int {number}"
             has_room = f"srv_conn(replicas/r{number}) lt {routes.sequences}"
             lines.append(f"    stick match {key} if {{ {was_here} }} {{ {has_room} }}")
+            stays.append(f"    http-request set-var(txn.stays) int(1) if {{ {was_here} }} {{ {has_room} }}")
         lines.append(f"    stick store-request {key}")
+    lines += [*stays, *_fewest(routes)]
     lines.append(
         "    # maxconn is twice the sequences: what queues in HAProxy is no load to the bound, what waits in vLLM is."
     )
+    return lines
+
+
+def _fewest(routes: Routes) -> list[str]:
+    """Who does not stay goes to the replica with the fewest requests, once one is full; the first among equals."""
+    numbers = range(1, len(routes.replicas) + 1)
+    lines = ["    # Once a replica is full, a session that does not stay goes where the fewest requests are."]
+    for n in numbers:
+        lines.append(f"    http-request set-var(txn.r{n}) srv_conn(replicas/r{n})")
+        lines.append(f"    http-request set-var(txn.full) int(1) if {{ var(txn.r{n}) -m int ge {routes.sequences} }}")
+    lines.append("    http-request set-var(txn.fewest) var(txn.r1)")
+    lines += [
+        f"    http-request set-var(txn.fewest) var(txn.r{n}) if {{ var(txn.r{n}),sub(txn.fewest) -m int lt 0 }}"
+        for n in numbers[1:]
+    ]
+    moves = "!{ var(txn.stays) -m found } { var(txn.full) -m found }"
+    lines += [f"    use-server r{n} if {moves} {{ var(txn.r{n}),sub(txn.fewest) -m int eq 0 }}" for n in numbers]
     return lines
 
 
