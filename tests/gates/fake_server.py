@@ -45,6 +45,7 @@ class FakeServer:
     reads: bool = False
     batch_noise: bool = False
     unit: int | None = None
+    dies_after: int = 12
     wrote: dict[tuple[str, tuple[int, ...]], list[int]] = field(default_factory=dict)
     harmed: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     max_model_len: int = 400
@@ -221,7 +222,7 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if server.wrong == "dies" and server.requests > 12:
+            if server.wrong == "dies" and server.requests > server.dies_after:
                 self.connection.shutdown(SHUT_RDWR)
                 self.close_connection = True
                 return
@@ -229,8 +230,8 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 self.stream(body)
                 return
             with server.in_flight() as me:
-                # Where the answer depends on the batch, long enough that clients of a load do meet.
-                time.sleep(0.02 if server.batch_noise else 0.002)
+                # Where the answer depends on the batch, long enough that requests meet on a busy machine too.
+                time.sleep(0.003 * len(body["prompt"]) if server.batch_noise else 0.002)
                 self.send(json.dumps(server.complete(body, me)))
 
         def stream(self, body: dict[str, Any]) -> None:

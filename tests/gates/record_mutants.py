@@ -48,7 +48,7 @@ def main(mutants: list[str]) -> None:
                 if result.failures:
                     print(f"    {result.gate}: {result.failures[0].what[:300]}", file=sys.stderr, flush=True)
             break_rule(folder, "")
-            if not server.answers():
+            if server.trouble() is not None:
                 process.stop()
                 process = None
                 log = (folder / "log").read_text(errors="replace")

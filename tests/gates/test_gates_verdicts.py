@@ -131,6 +131,15 @@ def test_a_server_that_dies_fails_the_gate_and_the_rest_is_not_judged():
     assert "no longer answers since the gate parity" in str(report.results[1].missing)
 
 
+def test_a_server_that_no_longer_answers_after_a_gate_fails_that_gate():
+    """Log probabilities that are no numbers make vLLM answer with an error, which a gate's own prompts may not meet."""
+    with FakeServer(wrong="dies", dies_after=34) as fake:
+        report = gates_of(fake, "parity", "drift")
+    parity, drift = report.results
+    assert (parity.figures["equal"], parity.verdict, drift.verdict) == (8, Verdict.FAIL, Verdict.NOT_JUDGED)
+    assert "after the gate the server does not answer a short prompt" in parity.failures[0].what
+
+
 def test_sparse_checkpoints_leave_diverging_prompts_unjudged_unless_they_are_left_out():
     with FakeServer(wrong="sparse") as fake:
         all_shapes = gates_of(fake, "parity")

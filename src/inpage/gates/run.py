@@ -11,7 +11,7 @@ from inpage.errors import ConfigError, ServerError
 from inpage.gates import aborts, drift, edges, isolation, mixed, needles, one_token, parity, preemption
 from inpage.gates.bench import NO_HITS, Bench, Judge, Sizes
 from inpage.gates.client import ServerGoneError
-from inpage.gates.result import GateReport, GateResult
+from inpage.gates.result import SHOWN_FAILURES, Failure, GateReport, GateResult, Verdict
 from inpage.gates.server import Server
 
 
@@ -70,6 +70,14 @@ def run_gate(gate: Gate, bench: Bench) -> GateResult:
     return result.model_copy(update={"seconds": round(time.monotonic() - began, 1)})
 
 
+def _failed_by(result: GateResult, what: str) -> GateResult:
+    """The result with one more failure."""
+    failures = [*result.failures, Failure(case=None, what=what, repeat=result.repeat)][:SHOWN_FAILURES]
+    return result.model_copy(
+        update={"verdict": Verdict.FAIL, "failures": failures, "failure_count": result.failure_count + 1}
+    )
+
+
 def run_gates(
     gates: list[Gate],
     server: Server,
@@ -106,7 +114,9 @@ def run_gates(
             result = judge.result("not run")
         else:
             result = run_gate(gate, bench)
-            dead = None if server.answers() else gate.name
+            if (why := server.trouble()) is not None:
+                dead = gate.name
+                result = _failed_by(result, f"after the gate the server does not answer a short prompt: {why}")
         report.results.append(result)
         finished(result)
     return report.model_copy(update={"seconds": round(time.monotonic() - began, 1)})

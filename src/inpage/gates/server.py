@@ -156,13 +156,13 @@ class Server:
             return Metrics("")
         return Metrics(response.text if response.status_code == 200 else "")
 
-    def answers(self) -> bool:
-        """Whether the server still answers a short prompt."""
+    def trouble(self) -> str | None:
+        """Why the server does not answer a short prompt, None when it does."""
         try:
             self.completions.generate([1, 2, 3], fresh_salt(), 1)
-        except ServerError:
-            return False
-        return True
+        except ServerError as error:
+            return str(error)
+        return None
 
     def in_flight(self) -> int:
         """Requests that run or wait, 0 when the server does not say."""
