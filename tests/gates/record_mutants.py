@@ -23,7 +23,7 @@ from inpage.gates.result import GateReport
 from inpage.gates.run import GATES, run_gates
 from inpage.gates.server import Server
 
-SIZES = Sizes(prompts=4, drift_prompts=1, rounds=2, preempt_rounds=1, aborts=12, load_seconds=2, longest=900)
+SIZES = Sizes(prompts=4, drift_prompts=1, rounds=2, preempt_rounds=2, aborts=12, load_seconds=2, longest=900)
 JUDGED = [gate for name, gate in GATES.items() if name != "needles"]
 
 
