@@ -17,7 +17,6 @@ import asyncio
 import json
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +31,7 @@ from rich.table import Table
 from inpage.demo.cases import BLOCK_TOKENS, MAX_MODEL_LEN
 from inpage.demo.model import make_model
 from inpage.demo.server import RunningServer, ServerProcess, free_port
+from inpage.gates.metrics_text import Metrics
 from inpage.replay.client import SESSION_HEADER, Server
 from inpage.replay.result import TurnRecord, hit_rate, percentile
 from inpage.replay.runner import replay_arm
@@ -52,6 +52,8 @@ BURST, BURST_WORDS, BURST_OUTPUT = 8, 340, 8
 """Sessions of the burst; 340 words are about 2,000 tokens of the demo's tokenizer."""
 TOOL: Tool = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
 """The client always sends tools; one as short as this is no prefix that two sessions could share a block of."""
+
+ANSWERS = "haproxy_server_http_responses_total"
 
 
 @dataclass
@@ -83,6 +85,14 @@ class Figures:
         return numbers
 
 
+@dataclass(frozen=True)
+class Router:
+    """Where a running HAProxy answers, and where it says what it has done."""
+
+    url: str
+    stats: str
+
+
 @contextmanager
 def replicas(folder: Path) -> Iterator[list[RunningServer]]:
     """Two servers; each has a core to itself, or vLLM would bind both workers to the same one."""
@@ -109,13 +119,13 @@ def replicas(folder: Path) -> Iterator[list[RunningServer]]:
 
 
 @contextmanager
-def router(policy: Policy, servers: list[RunningServer], folder: Path) -> Iterator[str]:
+def router(policy: Policy, servers: list[RunningServer], folder: Path) -> Iterator[Router]:
     """HAProxy in front of the servers."""
-    bind = parse_address(f"127.0.0.1:{free_port()}")
+    bind, stats = (parse_address(f"127.0.0.1:{free_port()}") for _ in range(2))
     addresses = tuple(parse_replica(server.url) for server in servers)
-    text = render(Routes(addresses, policy, SEQUENCES, bind=bind))
+    text = render(Routes(addresses, policy, SEQUENCES, bind=bind, stats=stats))
     with running_haproxy(text, f"http://{bind}", folder / f"{policy}.log") as url:
-        yield url
+        yield Router(url, f"http://{stats}")
 
 
 def empty_caches(servers: list[RunningServer]) -> None:
@@ -127,10 +137,10 @@ def empty_caches(servers: list[RunningServer]) -> None:
 def homes(servers: list[RunningServer], folder: Path, number: int) -> list[str]:
     """Names of sessions that the hash sends to the first replica, as the plain hash itself answers."""
     found: list[str] = []
-    with router("affinity", servers, folder) as url, httpx.Client() as http:
+    with router("affinity", servers, folder) as hashing, httpx.Client() as http:
         for index in range(100 * number):
             name = f"home-{index}"
-            answer = http.get(f"{url}/health", headers={SESSION_HEADER: name})
+            answer = http.get(f"{hashing.url}/health", headers={SESSION_HEADER: name})
             if answer.headers[REPLICA_HEADER] == "r1":
                 found.append(name)
             if len(found) == number:
@@ -157,18 +167,14 @@ async def burst(url: str, names: list[str]) -> list[float]:
         return list(times)
 
 
-def went(log: Path, start: int, expected: int) -> Counter[str]:
-    """How many requests for text each replica got, from HAProxy's log after its first `start` bytes.
+def answered(router: Router) -> Counter[str]:
+    """How many answers each replica has given through this router since it started, as HAProxy counts them.
 
-    HAProxy writes a line when an answer has ended, which may be a little after the client has read it.
+    Its log would not do: a line is dropped when another thread is writing one.
     """
-    deadline = time.monotonic() + 5
-    while True:
-        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
-        found = Counter(line.split("replicas/")[1].split()[0] for line in lines if '"POST ' in line)
-        if found.total() >= expected or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
+    metrics = Metrics(httpx.get(f"{router.stats}/metrics", timeout=30).raise_for_status().text)
+    counts = {name: metrics.total(ANSWERS, proxy="replicas", server=name, code="2xx") for name in ("r1", "r2")}
+    return Counter({name: int(count) for name, count in counts.items() if count})
 
 
 def measure(servers: list[RunningServer], folder: Path, rounds: int, replays: int, show: Console) -> list[Figures]:
@@ -181,8 +187,8 @@ def measure(servers: list[RunningServer], folder: Path, rounds: int, replays: in
     dealt = [f"dealt-{index}" for index in range(len(names))]
     figures = {name: Figures(name) for name in ("one replica", *POLICIES)}
     with ExitStack() as stack:
-        urls = {"one replica": servers[0].url}
-        urls |= {policy: stack.enter_context(router(policy, servers, folder)) for policy in POLICIES}
+        routers = {policy: stack.enter_context(router(policy, servers, folder)) for policy in POLICIES}
+        urls = {"one replica": servers[0].url} | {policy: each.url for policy, each in routers.items()}
         for seed in range(replays):
             for name in _rotated(list(urls), seed):
                 show.print(f"sessions, {seed + 1} of {replays}: {name}")
@@ -198,10 +204,9 @@ def measure(servers: list[RunningServer], folder: Path, rounds: int, replays: in
                 for policy in _rotated(list(POLICIES), round_):
                     show.print(f"bursts, {round_ + 1} of {rounds}: {policy}, {kind}")
                     empty_caches(servers)
-                    log = folder / f"{policy}.log"
-                    start = log.stat().st_size
+                    before = answered(routers[policy])
                     figures[policy].bursts[kind].append(asyncio.run(burst(urls[policy], asked)))
-                    figures[policy].shares[kind] += went(log, start, len(asked))
+                    figures[policy].shares[kind] += answered(routers[policy]) - before
     return list(figures.values())
 
 

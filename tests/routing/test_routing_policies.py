@@ -35,6 +35,14 @@ def fill(router, names: list[str], arrive: int | None = None) -> list[list[int]]
     return seen
 
 
+def take_down_r1(router, names: list[str]) -> None:
+    """The first replica fails its checks until none of these sessions, some of which must be its own, reach it."""
+    router.replicas[0].healthy = False
+    deadline = time.monotonic() + 20
+    while "r1" in {router.ask(name) for name in names} and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
 def test_a_session_goes_to_one_replica_and_sessions_are_spread(route) -> None:
     with route("affinity") as router:
         asked = {name: {router.ask(name) for _ in range(3)} for name in (f"session-{i}" for i in range(32))}
@@ -71,6 +79,17 @@ def test_a_burst_behind_a_full_replica_goes_where_the_fewest_requests_are(route,
         with route("affinity") as other:
             new = [name for name in names if other.ask(name) == "r1"][:8]
         assert fill(router, [*known, *new])[-1] == shares
+
+
+def test_a_replica_that_is_down_is_not_the_one_with_the_fewest_requests(route) -> None:
+    names = [f"session-{i}" for i in range(64)]
+    with route("bounded", replicas=3) as router:
+        take_down_r1(router, names)
+        known = [name for name in names if router.ask(name) == "r2"][:4]
+        router.forget()
+        new = [f"{name}-new" for name in names[:8]]
+        assert len(known) == 4
+        assert fill(router, [*known, *new])[-1] == [0, 6, 6]
 
 
 def test_a_known_session_stays_while_its_replica_has_room_and_leaves_when_it_has_none(route) -> None:
@@ -133,10 +152,7 @@ def test_only_the_sessions_of_a_replica_that_fails_its_checks_move(route, policy
     names = [f"session-{i}" for i in range(24)]
     with route(policy, replicas=3) as router:
         before = {name: router.ask(name) for name in names}
-        router.replicas[0].healthy = False
-        deadline = time.monotonic() + 20
-        while "r1" in {router.ask(name) for name in names} and time.monotonic() < deadline:
-            time.sleep(0.2)
+        take_down_r1(router, names)
         during = {name: router.ask(name) for name in names}
         assert "r1" not in during.values()
         assert {name for name in names if during[name] != before[name]} == {n for n in names if before[n] == "r1"}

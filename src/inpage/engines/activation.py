@@ -123,7 +123,10 @@ def refuse_uncovered(config: VllmConfig) -> None:
 
 
 class StatsLog:
-    """Logs a line of counters after each of the engine's stat intervals in which something changed."""
+    """Logs a line of counters after each of the engine's stat intervals in which something changed, and a last one.
+
+    The line at shutdown comes even when nothing has changed since the one before: who looks for it finds it.
+    """
 
     def __init__(self, logger: Logger, who: str, seconds: float) -> None:
         self._logger = logger
@@ -138,7 +141,7 @@ class StatsLog:
         if not at_shutdown and now < self._next:
             return
         self._next = now + self._seconds
-        text = line()
+        text = f"{self._who}{', at shutdown' if at_shutdown else ''}: {line()}"
         if text != self._last_line:
             self._last_line = text
-            self._logger.info("inpage %s%s: %s", self._who, ", at shutdown" if at_shutdown else "", text)
+            self._logger.info("inpage %s", text)

@@ -33,6 +33,8 @@ Policy = Literal["affinity", "bounded", "round-robin"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 REPLICA_HEADER = "x-replica"
 """Answers carry the name of the replica that gave them in this header."""
+MANY = 1_000_000
+"""More requests than any replica has."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -253,10 +255,12 @@ def _fewest(routes: Routes) -> list[str]:
     for n in numbers:
         lines.append(f"    http-request set-var(txn.r{n}) srv_conn(replicas/r{n})")
         lines.append(f"    http-request set-var(txn.full) int(1) if {{ var(txn.r{n}) -m int ge {routes.sequences} }}")
-    lines.append("    http-request set-var(txn.fewest) var(txn.r1)")
+    lines.append("    # A replica that is down has no requests, and is not the one meant.")
+    lines.append(f"    http-request set-var(txn.fewest) int({MANY})")
     lines += [
-        f"    http-request set-var(txn.fewest) var(txn.r{n}) if {{ var(txn.r{n}),sub(txn.fewest) -m int lt 0 }}"
-        for n in numbers[1:]
+        f"    http-request set-var(txn.fewest) var(txn.r{n}) if {{ srv_is_up(replicas/r{n}) }} "
+        f"{{ var(txn.r{n}),sub(txn.fewest) -m int lt 0 }}"
+        for n in numbers
     ]
     moves = "!{ var(txn.stays) -m found } { var(txn.full) -m found }"
     lines += [f"    use-server r{n} if {moves} {{ var(txn.r{n}),sub(txn.fewest) -m int eq 0 }}" for n in numbers]
