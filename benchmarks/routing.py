@@ -148,10 +148,11 @@ def homes(servers: list[RunningServer], folder: Path, number: int) -> list[str]:
     raise RuntimeError(f"the hash sent {len(found)} of {100 * number} sessions to the first replica")
 
 
-async def burst(url: str, names: list[str]) -> list[float]:
-    """TTFT of the burst: the first `BUSY` names generate, then all the others come at once."""
-    async with Server(url, plain=False, timeout_s=300) as server:
-        await server.identify(None)
+async def burst(router: Router, names: list[str]) -> tuple[list[float], Counter[str]]:
+    """The first `BUSY` names generate, then all the others come at once: their TTFT, and requests by replica."""
+    async with Server(router.url, plain=False, timeout_s=300) as server:
+        await server.identify(None)  # goes through the router too, but is no request for text
+        before = answered(router)
 
         async def ask(name: str, n: int, output: int) -> float:
             messages = [{"role": "user", "content": words(name, n)}]
@@ -164,7 +165,7 @@ async def burst(url: str, names: list[str]) -> list[float]:
         await asyncio.sleep(0.5)
         times = await asyncio.gather(*(ask(name, BURST_WORDS, BURST_OUTPUT) for name in names[BUSY:]))
         await asyncio.gather(*busy)
-        return list(times)
+        return list(times), answered(router) - before
 
 
 def answered(router: Router) -> Counter[str]:
@@ -204,9 +205,9 @@ def measure(servers: list[RunningServer], folder: Path, rounds: int, replays: in
                 for policy in _rotated(list(POLICIES), round_):
                     show.print(f"bursts, {round_ + 1} of {rounds}: {policy}, {kind}")
                     empty_caches(servers)
-                    before = answered(routers[policy])
-                    figures[policy].bursts[kind].append(asyncio.run(burst(urls[policy], asked)))
-                    figures[policy].shares[kind] += answered(routers[policy]) - before
+                    times, shares = asyncio.run(burst(routers[policy], asked))
+                    figures[policy].bursts[kind].append(times)
+                    figures[policy].shares[kind] += shares
     return list(figures.values())
 
 
