@@ -86,8 +86,8 @@ def test_a_model_that_is_no_hybrid_is_wrong(tmp_path):
 class Said(Server):
     """A server of which only the metrics are known."""
 
-    def __init__(self, config: dict[str, str], text: str) -> None:
-        about = About("http://127.0.0.1:9", "m", "0.30.0", 20480, 160, config)
+    def __init__(self, config: dict[str, str], text: str, unit: int | None = None) -> None:
+        about = About("http://127.0.0.1:9", "m", "0.30.0", 20480, 160, config, unit)
         super().__init__(Completions("http://127.0.0.1:9", "m", 1), about)
         self.text = text
 
@@ -95,8 +95,10 @@ class Said(Server):
         return Metrics(self.text)
 
 
-def said(config: dict[str, str], text: str = METRICS, geometry: Geometry | None = None) -> dict[str, Finding]:
-    return {one.topic: one for one in running.examine(Said(config, text), geometry)}
+def said(
+    config: dict[str, str], text: str = METRICS, geometry: Geometry | None = None, unit: int | None = None
+) -> dict[str, Finding]:
+    return {one.topic: one for one in running.examine(Said(config, text, unit), geometry)}
 
 
 def test_a_running_in_page_server_has_nothing_wrong():
@@ -117,6 +119,20 @@ def test_a_running_server_is_told_what_to_change(model):
     assert said(CONFIG, few)["hits"].level == Level.ADVICE
     assert said(CONFIG, few)["preemptions"].text.startswith("4 so far")
     assert said({})["metrics"].level == Level.WRONG
+
+
+@pytest.mark.parametrize(
+    ("unit", "known", "shortest"),
+    [
+        (None, True, "the shortest prompt that can hit has 257"),
+        (64, True, "the shortest prompt that can hit has 65 (--prefix-match-unit 64)"),
+        (None, False, "a prompt must be longer than a block to hit"),
+        (64, False, "the shortest prompt that can hit has 65 (--prefix-match-unit 64)"),
+    ],
+)
+def test_the_shortest_prompt_that_can_hit_goes_by_the_match_unit_where_there_is_one(model, unit, known, shortest):
+    geometry = Geometry.of(ModelShape.from_file(model, ssm_dtype="float32")) if known else None
+    assert said({**CONFIG, "block_size": "256"}, geometry=geometry, unit=unit)["block"].text.endswith(shortest)
 
 
 def test_the_command_exits_with_one_when_something_is_wrong(model, monkeypatch, tmp_path):

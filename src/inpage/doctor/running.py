@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from inpage.doctor.finding import Finding, advice, info, ok, wrong
 from inpage.gates.metrics_text import Metrics
-from inpage.gates.server import HITS, QUERIES, Server
+from inpage.gates.server import HITS, QUERIES, About, Server
 from inpage.layout.geometry import Geometry
 
 OURS = "inpage"
@@ -31,7 +31,7 @@ def examine(server: Server, geometry: Geometry | None = None) -> list[Finding]:
             )
         )
         return findings
-    findings += [_caching(config), _in_page(metrics), *_block(config, geometry), _retention(config)]
+    findings += [_caching(config), _in_page(metrics), *_block(about, geometry), _retention(config)]
     if about.pool_blocks is not None:
         tokens = config.get("kv_cache_size_tokens", "")
         printed = f", {int(tokens):,} tokens" if tokens.isdigit() else ""
@@ -59,27 +59,26 @@ def _in_page(metrics: Metrics) -> Finding:
     )
 
 
-def _block(config: Mapping[str, str], geometry: Geometry | None) -> list[Finding]:
-    said = config.get("block_size")
-    findings = []
-    if geometry is not None:
-        block = geometry.block_tokens
-        findings.append(info("block", f"{block:,} tokens; the shortest prompt that can hit has {block + 1:,}"))
-        if said and said.isdigit() and int(said) != block:
-            findings.append(
-                advice(
-                    "block",
-                    f"the server's configuration says {said} tokens, the pool of this model has {block:,}: chunks that "
-                    "end on the former keep states of other positions",
-                    "inpage serve puts the grid right; inpage gate URL shows whether this server's is",
-                )
-            )
-    elif said:
+def _block(about: About, geometry: Geometry | None) -> list[Finding]:
+    said, unit = about.cache_config.get("block_size", ""), about.match_unit
+    shortest = f"the shortest prompt that can hit has {unit + 1:,} (--prefix-match-unit {unit})" if unit else ""
+    if geometry is None:
+        if not said:
+            return []
+        text = (
+            f"{said} tokens in the configuration of the front end, which need not be the pool's: inpage gate probes it"
+        )
+        return [info("block", f"{text}; {shortest or 'a prompt must be longer than a block to hit'}")]
+    block = geometry.block_tokens
+    shortest = shortest or f"the shortest prompt that can hit has {block + 1:,}"
+    findings = [info("block", f"{block:,} tokens; {shortest}")]
+    if said.isdigit() and int(said) != block:
         findings.append(
-            info(
+            advice(
                 "block",
-                f"{said} tokens in the configuration of the front end, which need not be the pool's: inpage gate "
-                "probes it. A prompt must be longer than a block to hit",
+                f"the server's configuration says {said} tokens, the pool of this model has {block:,}: chunks that "
+                "end on the former keep states of other positions",
+                "inpage serve puts the grid right; inpage gate URL shows whether this server's is",
             )
         )
     return findings

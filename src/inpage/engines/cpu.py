@@ -30,8 +30,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from inpage.engines.activation import StatsLog
 from inpage.engines.metrics import WorkerReport
 from inpage.engines.scheduler import geometry_of, group_ids, step_facts, step_runs
+from inpage.engines.start import start_line
 from inpage.errors import ConfigError, StateError
-from inpage.layout.pool import printed_tokens
 from inpage.state.ledger import Ledger
 from inpage.state.mover import Mover
 from inpage.state.pages import WORD, LayerStates, PageStore, rows_of_words
@@ -102,32 +102,11 @@ class InPageCPUModelRunner(CPUModelRunner):
         )
         self._stats = StatsLog(logger, "worker", envs.VLLM_LOG_STATS_INTERVAL)
         self._report = WorkerReport()
-        self._log_start(kv_cache_config, slots * sum(layer.words * WORD for layer in layers))
+        if get_tensor_model_parallel_rank() == 0:
+            slot_bytes = sum(layer.words * WORD for layer in layers)
+            retention = getattr(self.cache_config, "prefix_cache_retention_interval", None)
+            logger.info(start_line(self.mover, kv_cache_config, self.max_model_len, slot_bytes, retention))
         return kv_caches
-
-    def _log_start(self, kv_cache_config: Any, slot_bytes: int) -> None:
-        assert self.mover is not None
-        if get_tensor_model_parallel_rank() != 0:
-            return
-        retention = getattr(self.cache_config, "prefix_cache_retention_interval", None)
-        kept = {
-            None: "dense, a checkpoint at every boundary",
-            0: "sparse, a checkpoint at the last boundary of a prompt and where prompts part",
-        }.get(retention, f"sparse, a checkpoint every {retention} tokens")
-        blocks = kv_cache_config.num_blocks
-        tokens = printed_tokens(blocks, geometry_of(kv_cache_config), self.max_model_len, "in-page")
-        logger.info(
-            "inpage: in-page layout, block %d tokens, shortest prefix that can hit %d tokens, %d blocks, pool of %s "
-            "tokens at max_model_len %d, %d slots of %.1f MiB in all beside the pool, retention %s.",
-            self.mover.block_tokens,
-            self.mover.grid.mark_tokens,
-            blocks,
-            f"{tokens:,}",
-            self.max_model_len,
-            self.mover.slots.count,
-            slot_bytes / 2**20,
-            kept,
-        )
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         """Nothing to do with in-page: `Mover.before_forward` has zeroed these pages already."""

@@ -36,9 +36,9 @@ from vllm_gaudi.v1.worker import hpu_model_runner, hpu_worker
 
 from inpage.engines.activation import StatsLog, why_not
 from inpage.engines.metrics import WorkerReport
-from inpage.engines.scheduler import geometry_of, group_ids, step_facts, step_runs
+from inpage.engines.scheduler import group_ids, step_facts, step_runs
+from inpage.engines.start import start_line
 from inpage.errors import ConfigError
-from inpage.layout.pool import printed_tokens
 from inpage.state.ledger import Ledger
 from inpage.state.mover import Mover
 from inpage.state.pages import WORD, LayerStates, PageStore, rows_of_words
@@ -151,7 +151,13 @@ class InPageModelRunner(DecodePadModelRunner):
         )
         self._stats = StatsLog(logger, "worker", envs.VLLM_LOG_STATS_INTERVAL)
         self._report = WorkerReport()
-        self._log_start(sum(layer.words * WORD for layer in layers))
+        if get_tensor_model_parallel_rank() == 0:
+            slot_bytes = sum(layer.words * WORD for layer in layers)
+            # v0.26.0 has the interval in the environment, if at all.
+            retention = getattr(self.cache_config, "prefix_cache_retention_interval", os.environ.get(RETENTION_ENV))
+            pads = f"decodes padded with kernel block {self._PAD_BLOCK_ID}, "
+            line = start_line(self.mover, self.kv_cache_config, self.max_model_len, slot_bytes, retention, pads)
+            logger.info("%s Prefix caching works with compact GDN.", line)
 
     def _cache_of(self, name: str) -> list[torch.Tensor]:
         """The tensors that are bound to a layer: K and V, or conv window and ssm matrix."""
@@ -198,29 +204,6 @@ class InPageModelRunner(DecodePadModelRunner):
             view = rows_of_words(tensor, rows, f"the slots of {name}")
             views.append(view[offset + 1 : rows - 1 : groups])
         return views
-
-    def _log_start(self, bytes_per_slot: int) -> None:
-        assert self.mover is not None
-        if get_tensor_model_parallel_rank() != 0:
-            return
-        interval = getattr(self.cache_config, "prefix_cache_retention_interval", os.environ.get(RETENTION_ENV))
-        kept = "dense, a checkpoint at every boundary" if interval is None else f"sparse, vLLM's interval {interval}"
-        blocks = self.kv_cache_config.num_blocks
-        tokens = printed_tokens(blocks, geometry_of(self.kv_cache_config), self.max_model_len, "in-page")
-        logger.info(
-            "inpage: in-page layout, block %d tokens, shortest prefix that can hit %d tokens, %d blocks, pool of %s "
-            "tokens at max_model_len %d, %d slots of %.1f MiB each beside the pool, decodes padded with kernel block "
-            "%d, retention %s. Prefix caching works with compact GDN.",
-            self.mover.block_tokens,
-            self.mover.grid.mark_tokens,
-            blocks,
-            f"{tokens:,}",
-            self.max_model_len,
-            self.mover.slots.count,
-            bytes_per_slot / 2**20,
-            self._PAD_BLOCK_ID,
-            kept,
-        )
 
     # ------------------------------------------------------------------ a step
     def execute_model(self, scheduler_output: Any, warmup_mode: bool = False) -> Any:
