@@ -108,12 +108,18 @@ def crowded(model: str, arguments: dict[str, Any]) -> Any:
     count = engine.preemptions()
     answers: list[Any] = []
     base, last = engine.tokens(900), None
+
+    def almost_whole(start: list[int], least: int, most: int) -> list[int]:
+        """`start` and tokens up to 1 to 30 before the end of a block: its answer soon needs another, and so preempts."""
+        length = len(start) + engine.random.randrange(least, most)
+        return start + engine.tokens(length + -length % BLOCK - engine.random.randrange(1, 31) - len(start))
+
     for _ in range(7):
-        prompts = [base + engine.tokens(200 + engine.random.randrange(900)) for _ in range(3)]
-        prompts += [engine.tokens(1), *(engine.tokens(2 + engine.random.randrange(1500)) for _ in range(2))]
+        prompts = [almost_whole(base, 200, 1100) for _ in range(3)]
+        prompts += [engine.tokens(1), almost_whole([], 2, 1500), engine.tokens(2 + engine.random.randrange(1500))]
         if last:
             prompts.append(last + engine.tokens(300))
-        answers += [{"prompt": p, **a} for p, a in zip(prompts, engine.generate(prompts, 160), strict=True)]
+        answers += [{"prompt": p, **a} for p, a in zip(prompts, engine.generate(prompts, 40), strict=True)]
         last = prompts[0] + answers[-len(prompts)]["tokens"]
     preemptions = count[0]
     cold = {}
