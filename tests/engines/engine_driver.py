@@ -110,7 +110,7 @@ def crowded(model: str, arguments: dict[str, Any]) -> Any:
     base, last = engine.tokens(900), None
 
     def almost_whole(start: list[int], least: int, most: int) -> list[int]:
-        """`start` and tokens up to 1 to 30 before the end of a block: its answer soon needs another, and so preempts."""
+        """`start` and tokens up to 1 to 30 before the end of a block: its answer soon needs another and preempts."""
         length = len(start) + engine.random.randrange(least, most)
         return start + engine.tokens(length + -length % BLOCK - engine.random.randrange(1, 31) - len(start))
 

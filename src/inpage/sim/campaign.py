@@ -50,6 +50,9 @@ class Campaign:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("TORCH_LOGS", "-torch._library")
+        # vLLM walks through sets of names when requests are aborted: with hashes drawn anew in every process, a seed
+        # would not be the same run twice.
+        os.environ["PYTHONHASHSEED"] = "0"
         self._jobs = jobs
         self._pool = ProcessPoolExecutor(
             jobs,

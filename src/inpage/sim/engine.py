@@ -157,6 +157,12 @@ def _hasher(tokens: int) -> Any:
     return get_request_block_hasher(tokens, sha256)
 
 
+@cache
+def _sampling(output_tokens: int) -> Any:
+    """Greedy and of this length; requests read it only, and vLLM checks it at length when it is made."""
+    return SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+
+
 def make_request(
     scheduler: Any,
     name: str,
@@ -172,7 +178,7 @@ def make_request(
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
-        sampling_params=SamplingParams(max_tokens=output_tokens, ignore_eos=True),
+        sampling_params=_sampling(output_tokens),
         pooling_params=None,
         arrival_time=arrival,
         priority=priority,

@@ -72,6 +72,11 @@ class Transcript:
         next(folded)
         self.folds += folded
 
+    def append(self, token: int) -> None:
+        """Add one token at the end."""
+        self.tokens.append(token)
+        self.folds.append((self.folds[-1] * MULTIPLIER + token + self.key) % MODULUS)
+
     def prefix(self, length: int) -> Transcript:
         """A transcript of the first `length` tokens, of its own."""
         copy = Transcript(self.key)
