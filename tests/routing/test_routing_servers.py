@@ -14,7 +14,13 @@ from inpage.replay.sessions import SessionSpec
 pytestmark = pytest.mark.engine
 
 SESSIONS = SessionSpec(
-    sessions=4, start_tokens=2048, end_tokens=5120, new_tokens=1024, output_tokens=8, system_tokens=1536
+    # An odd number: round robin would send sessions that keep in step to the same of two replicas every time.
+    sessions=5,
+    start_tokens=2048,
+    end_tokens=5120,
+    new_tokens=1024,
+    output_tokens=8,
+    system_tokens=1536,
 )
 
 
