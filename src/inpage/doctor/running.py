@@ -61,16 +61,21 @@ def _in_page(metrics: Metrics) -> Finding:
 
 def _block(about: About, geometry: Geometry | None) -> list[Finding]:
     said, unit = about.cache_config.get("block_size", ""), about.match_unit
-    shortest = f"the shortest prompt that can hit has {unit + 1:,} (--prefix-match-unit {unit})" if unit else ""
+    reach = unit or (geometry.block_tokens if geometry else None)
+    shortest = (
+        f"the shortest prompt that can hit has {reach + 1:,}"
+        if reach
+        else "a prompt must be longer than a block to hit"
+    )
+    shortest += f" (--prefix-match-unit {unit})" if unit else ""
     if geometry is None:
         if not said:
             return []
         text = (
             f"{said} tokens in the configuration of the front end, which need not be the pool's: inpage gate probes it"
         )
-        return [info("block", f"{text}; {shortest or 'a prompt must be longer than a block to hit'}")]
+        return [info("block", f"{text}; {shortest}")]
     block = geometry.block_tokens
-    shortest = shortest or f"the shortest prompt that can hit has {block + 1:,}"
     findings = [info("block", f"{block:,} tokens; {shortest}")]
     if said.isdigit() and int(said) != block:
         findings.append(

@@ -103,9 +103,8 @@ class InPageCPUModelRunner(CPUModelRunner):
         self._stats = StatsLog(logger, "worker", envs.VLLM_LOG_STATS_INTERVAL)
         self._report = WorkerReport()
         if get_tensor_model_parallel_rank() == 0:
-            slot_bytes = sum(layer.words * WORD for layer in layers)
             retention = getattr(self.cache_config, "prefix_cache_retention_interval", None)
-            logger.info(start_line(self.mover, kv_cache_config, self.max_model_len, slot_bytes, retention))
+            logger.info(start_line(self.mover, layers, kv_cache_config, self.max_model_len, retention))
         return kv_caches
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:

@@ -41,7 +41,7 @@ from inpage.engines.start import start_line
 from inpage.errors import ConfigError
 from inpage.state.ledger import Ledger
 from inpage.state.mover import Mover
-from inpage.state.pages import WORD, LayerStates, PageStore, rows_of_words
+from inpage.state.pages import LayerStates, PageStore, rows_of_words
 from inpage.state.slots import SlotTable
 
 logger = init_logger("vllm.inpage.worker")
@@ -152,11 +152,10 @@ class InPageModelRunner(DecodePadModelRunner):
         self._stats = StatsLog(logger, "worker", envs.VLLM_LOG_STATS_INTERVAL)
         self._report = WorkerReport()
         if get_tensor_model_parallel_rank() == 0:
-            slot_bytes = sum(layer.words * WORD for layer in layers)
             # v0.26.0 has the interval in the environment, if at all.
             retention = getattr(self.cache_config, "prefix_cache_retention_interval", os.environ.get(RETENTION_ENV))
             pads = f"decodes padded with kernel block {self._PAD_BLOCK_ID}, "
-            line = start_line(self.mover, self.kv_cache_config, self.max_model_len, slot_bytes, retention, pads)
+            line = start_line(self.mover, layers, self.kv_cache_config, self.max_model_len, retention, pads)
             logger.info("%s Prefix caching works with compact GDN.", line)
 
     def _cache_of(self, name: str) -> list[torch.Tensor]:

@@ -64,18 +64,11 @@ class Transcript:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens at the end."""
-        added, key = list(tokens), self.key
+        added, key, state = list(tokens), self.key, self.folds[-1]
         self.tokens += added
-        folded = accumulate(
-            added, lambda state, token: (state * MULTIPLIER + token + key) % MODULUS, initial=self.folds[-1]
-        )
-        next(folded)
-        self.folds += folded
-
-    def append(self, token: int) -> None:
-        """Add one token at the end."""
-        self.tokens.append(token)
-        self.folds.append((self.folds[-1] * MULTIPLIER + token + self.key) % MODULUS)
+        for token in added:
+            state = (state * MULTIPLIER + token + key) % MODULUS
+            self.folds.append(state)
 
     def prefix(self, length: int) -> Transcript:
         """A transcript of the first `length` tokens, of its own."""

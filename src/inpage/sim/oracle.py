@@ -45,26 +45,25 @@ class OracleMismatch(AssertionError):  # noqa: N818 (a mismatch is the word)
         self.block = block
 
 
-def expected_state(fold: int, power: int, group: int) -> int:
-    """GDN group `group`'s state where the attention fold is `fold`; `power` is `MULTIPLIER^position`."""
-    return (fold + GROUP_STARTS[group] * power) % MODULUS
+def expected_states(fold: int, power: int, groups: int) -> list[int]:
+    """The states of the first GDN groups where the attention fold is `fold`; `power` is `MULTIPLIER^position`."""
+    return [(fold + start * power) % MODULUS for start in GROUP_STARTS[:groups]]
 
 
 def check_slot(worker: Worker, resident: Resident, position: int, slot: int, held_at: int) -> None:
     """The slot holds the fold over exactly `position` tokens, in every group."""
     fold, power = resident.truth.folds[position], POWERS.upto(position)[position]
     states = worker.store.slots[slot]
-    if states == [(fold + start * power) % MODULUS for start in GROUP_STARTS[: len(states)]]:
-        return
-    for group, state in enumerate(states):
-        expected = expected_state(fold, power, group)
-        if state != expected:
-            raise OracleMismatch(
-                "slot",
-                f"request {resident.name} is to compute from position {position}, but GDN group {group}'s state in "
-                f"slot {slot} is {state}, not {expected}, that of a cold run (the slot table says position {held_at})",
-                resident.name,
-            )
+    expected = expected_states(fold, power, len(states))
+    if states != expected:
+        group = next(group for group, state in enumerate(states) if state != expected[group])
+        raise OracleMismatch(
+            "slot",
+            f"request {resident.name} is to compute from position {position}, but GDN group {group}'s state in "
+            f"slot {slot} is {states[group]}, not {expected[group]}, that of a cold run (the slot table says position "
+            f"{held_at})",
+            resident.name,
+        )
 
 
 def attention_mismatch(worker: Worker, resident: Resident, end: int) -> OracleMismatch:
@@ -147,8 +146,8 @@ def check_servable(
         fold, position = found
         expected = fold
         if group:
-            state = expected_state(fold, POWERS.upto(position)[position], group - 1)
-            expected = state_mark(group - 1, state)
+            states = expected_states(fold, POWERS.upto(position)[position], group)
+            expected = state_mark(group - 1, states[-1])
         page = store.pages[block] if group else store.fold_at(block, position)
         if page != expected:
             raise OracleMismatch(

@@ -121,11 +121,10 @@ class Worker:
     def _forward(self, resident: Resident, position: int, tokens: int) -> list[int]:
         """Compute `tokens` from `position` on: states, attention pages, and a token if nothing is left."""
         slot = self.mover.slots.of(resident.name)
-        end = position + tokens
-        powers = POWERS.upto(end)
         if self._oracle:
             check_slot(self, resident, position, slot.index, slot.position)
             self.checks += 1
+        end = position + tokens
         if end > resident.length:
             raise OracleMismatch(
                 "output",
@@ -133,7 +132,7 @@ class Worker:
                 resident.name,
             )
         folds = resident.truth.folds
-        power = powers[tokens]
+        power = POWERS.upto(tokens)[tokens]
         chunk = folds[end] - folds[position] * power
         self.store.slots[slot.index] = states = [
             (state * power + chunk) % MODULUS for state in self.store.slots[slot.index]
@@ -144,7 +143,7 @@ class Worker:
         token = sampled_token(states[0])
         resident.length += 1
         if len(resident.truth) < resident.length:
-            resident.truth.append(sampled_token(resident.truth.state(end, 0)))
+            resident.truth.extend([sampled_token(resident.truth.state(end, 0))])
         return [token]
 
     def _attend(self, resident: Resident, position: int, end: int) -> None:
