@@ -16,7 +16,7 @@ from inpage.layout.geometry import Geometry
 from inpage.layout.model import ModelShape
 from inpage.soak.command import BLOCK_TOKENS, BLOCKS, MODEL, SEQUENCES
 from inpage.soak.memory import resident_bytes
-from inpage.soak.workload import STAGES, canaries, requests
+from inpage.soak.workload import CROWD, STAGES, canaries, requests
 
 BLOCK = 64
 
@@ -34,6 +34,18 @@ def test_prompts_come_in_every_length_and_clients_leave_at_every_stage():
     assert max(lengths) + max(request.output_tokens for request in sent) < 1024
     assert {request.hang_up for request in sent} == {None, *STAGES}
     assert any(len(r.prompt) % BLOCK + r.output_tokens > BLOCK for r in sent)  # a boundary crossed while decoding
+
+
+def test_the_first_requests_are_a_crowd_that_outgrows_the_pool_while_it_decodes():
+    crowd = list(requests(CROWD, BLOCK, seed=0))
+    assert list(requests(200, BLOCK, seed=0))[:CROWD] == crowd
+    assert len({request.prompt[:BLOCK] for request in crowd}) == CROWD == SEQUENCES
+    assert not any(request.hang_up for request in crowd)
+
+    def blocks(tokens: int) -> int:  # of attention, and one for the state of each of three GDN groups
+        return -(-tokens // BLOCK) + 3
+
+    assert sum(blocks(len(r.prompt)) for r in crowd) < BLOCKS < sum(blocks(len(r.prompt) + BLOCK) for r in crowd)
 
 
 def test_prefixes_are_shared_within_a_salt_and_across_salts():

@@ -13,6 +13,9 @@ STAGES = ("sent", "waiting", "answering")
 ABORT_SHARE = 0.15
 PREFIXES = 5
 SALTS = 3
+CROWD = 12
+"""The first requests: as many as the soaked server runs at once, each decoding across a boundary, none leaving. However
+fast the machine, they need more blocks together than the pool has, so a soak of any length preempts."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,17 @@ class Planned:
 
 
 def requests(count: int, block_tokens: int, seed: int) -> Iterator[Planned]:
-    """`count` requests: prompts of one token, below a block, at block edges, of some blocks, with shared prefixes."""
+    """`count` requests: a crowd, then prompts of one token, below a block, at block edges, of some blocks, with shared
+    prefixes."""
     rng = random.Random(seed)
 
     def tokens(number: int) -> tuple[int, ...]:
         return tuple(rng.randrange(VOCAB) for _ in range(number))
 
     prefixes = [tokens(rng.randrange(block_tokens, 2 * block_tokens + 9)) for _ in range(PREFIXES)]
-    for number in range(count):
+    for number in range(min(count, CROWD)):
+        yield Planned(number, tokens(2 * block_tokens - 4), f"{seed}-crowd", output_tokens=block_tokens + 8)
+    for number in range(CROWD, count):
         shape = rng.random()
         if shape < 0.10:
             prompt = tokens(1)
@@ -56,7 +62,8 @@ def requests(count: int, block_tokens: int, seed: int) -> Iterator[Planned]:
             number,
             prompt,
             salt=f"{seed}-{rng.randrange(SALTS)}",
-            output_tokens=max(output, 16) if hang_up else output,
+            # More than any machine answers before the client's patience ends.
+            output_tokens=8 * block_tokens if hang_up else output,
             hang_up=hang_up,
             patience_s={"sent": rng.uniform(0.002, 0.02), "waiting": rng.uniform(0.02, 0.6)}.get(hang_up or "", 0.0),
             patience_tokens=rng.randrange(1, 6) if hang_up == "answering" else 0,
