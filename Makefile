@@ -21,7 +21,7 @@ demo: setup  ## the main job: four arms served by real vLLM, the same agent sess
 	@$(BIN)/inpage demo $(DEMO)
 
 test: setup  ## all tests, the ones that start real engines too
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-gaudi:  ## the Gaudi engine on the real plugin, emulated device: VLLM_GAUDI=<checkout of v0.26.0>
 	@PYTHON="$(PYTHON)" VENV=.venv-gaudi TORCH="$(TORCH)" VLLM_GAUDI="$(VLLM_GAUDI)" sh tests/emulated_hpu/setup.sh

@@ -91,7 +91,7 @@ def run_driver(
             env={**os.environ, **environment},
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
         try:
             process.wait(timeout=timeout_s)

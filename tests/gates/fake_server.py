@@ -18,7 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import SHUT_RDWR
 from typing import Any
 
-OUTPUTS = 200
+OUTPUTS = 4000
+"""A stream lasts 20 s or until its client leaves, so a busy machine does not end it before a gate is ready."""
 
 
 @dataclass(eq=False)
@@ -187,7 +188,7 @@ class FakeServer:
             [
                 "# HELP vllm:cache_config_info Information",
                 f"vllm:cache_config_info{{{labels}}} 1.0",
-                f'vllm:num_requests_running{{engine="0"}} {self.held and 1}.0',
+                f'vllm:num_requests_running{{engine="0"}} {len(self.running)}.0',
                 f'vllm:kv_cache_usage_perc{{engine="0"}} {min(self.held / (self.pool - 1), 1.0)}',
                 f'vllm:prefix_cache_queries_total{{engine="0"}} {self.totals["queries"]}',
                 f'vllm:prefix_cache_hits_total{{engine="0"}} {self.totals["hits"]}',

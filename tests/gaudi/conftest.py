@@ -162,7 +162,7 @@ def _serving(python: Path, model: Path, log: Path, **environment: str) -> Iterat
             env={**os.environ, **PLUGIN_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment},
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
     try:
         url, began = f"http://127.0.0.1:{port}", time.monotonic()

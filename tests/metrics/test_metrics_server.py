@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -57,10 +58,9 @@ def test_the_counts_are_exactly_what_the_requests_did(server, model):
     completions.generate(prompt(64, start=3), "a")  # exactly a block: too short to hit, but saved
     completions.generate(prompt(60, start=5), "a", output_tokens=8)  # reaches 64 while it decodes: saved
     with httpx.Client() as client:  # the last hand-back follows the answer
-        for _ in range(100):
-            after = Metrics(client.get(f"{server.url}/metrics").text)
-            if after.total("inpage_hand_backs_total") == 6:
-                break
+        deadline = time.monotonic() + 30
+        while (after := Metrics(client.get(f"{server.url}/metrics").text)).total("inpage_hand_backs_total") != 6:
+            assert time.monotonic() < deadline, after.total("inpage_hand_backs_total")
 
     geometry = Geometry.of(ModelShape.from_file(model, ssm_dtype="float32"), alignment=BLOCK_TOKENS)
     saves, restores = 3 + 3 + 1 + 1, 1

@@ -110,10 +110,10 @@ class Router:
         for each in self.replicas:
             each.arrived.clear()
 
-    def settled(self, total: int) -> list[int]:
-        """Arrivals of each replica once `total` have arrived, or when no more came for a second."""
+    def settled(self, total: int, quiet_s: float = 20.0) -> list[int]:
+        """Arrivals of each replica once `total` have arrived, or when no more came for so long."""
         last, since = self.arrivals, time.monotonic()
-        while sum(last) < total and time.monotonic() - since < 1:
+        while sum(last) < total and time.monotonic() - since < quiet_s:
             time.sleep(0.02)
             if self.arrivals != last:
                 last, since = self.arrivals, time.monotonic()

@@ -23,11 +23,15 @@ ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     # Compiling helpers on first use takes 20 s and changes nothing that is measured here.
     "TORCH_COMPILE_DISABLE": "1",
-    # Numerics depend on the thread count; one thread leaves the other core to the client.
+    # Numerics depend on the thread count; one thread leaves the other core to the client. Left to itself, vLLM binds a
+    # worker to every core but the last and takes as many threads: two servers on two cores would share the first.
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # What the servers say of themselves goes into the report.
     "VLLM_LOGGING_LEVEL": "INFO",
 }
+SHUTDOWN_S = 10
+"""vLLM kills its workers at once by default, mostly before they have logged their last counters."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         port = free_port()
-        launch = build(model, ["--host", "127.0.0.1", "--port", str(port), *arguments], layout)
+        own = ["--host", "127.0.0.1", "--port", str(port), "--shutdown-timeout", str(SHUTDOWN_S)]
+        launch = build(model, [*own, *arguments], layout)
         self._url = f"http://127.0.0.1:{port}"
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -71,9 +76,11 @@ class ServerProcess:
             self._process = subprocess.Popen(
                 launch.command,
                 env={**os.environ, **ENVIRONMENT, **launch.environment, **(environment or {})},
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                # Not a session of its own: Linux gives sessions equal shares, and then starves a pinned worker.
+                process_group=0,
             )
 
     def wait(self, waiting: Callable[[float], None] = lambda seconds: None, timeout_s: float = 240.0) -> RunningServer:

@@ -37,6 +37,7 @@ MOST_PRESSURE = 8
 LOOK_BACK = 8
 """A resume may show this many tokens late, where prefill and decode happen to agree."""
 PATIENCE_S = 900.0
+ARRIVAL_S = 2.0
 
 
 def gate(bench: Bench) -> GateResult:
@@ -143,6 +144,13 @@ class Pressure:
         self._workers.append(self._pool.submit(self._hold, prompt, ready))
         return ready
 
+    def arrive(self) -> None:
+        """Wait until the server counts every prompt that was sent; not for long, as one may have ended."""
+        deadline = time.monotonic() + ARRIVAL_S
+        time.sleep(0.1)  # the gauges may still have a request that has just been answered
+        while self._bench.server.in_flight() < len(self._workers) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
     def _hold(self, prompt: Tokens, ready: Event) -> None:
         room = (self._bench.server.about.max_model_len or 2**30) - len(prompt)
         completions = self._bench.server.completions
@@ -178,7 +186,7 @@ def one_round(bench: Bench, index: int, pool: int) -> list[tuple[Tokens, str, Ge
             for prompt, salt in victims:
                 server.generate(prompt[: bench.block + 1], salt, 1)
             last = pressure.grow(max(usable - used - overhead - 1, 1))
-            time.sleep(0.1)  # after it, so that the victims are the youngest
+            pressure.arrive()  # before the victims, so that they are the youngest
             answers = [clients.submit(server.completions.generate, prompt, salt, output) for prompt, salt in victims]
             deadline = time.monotonic() + PATIENCE_S
             while not (last.is_set() or all(answer.done() for answer in answers)) and time.monotonic() < deadline:
