@@ -105,6 +105,14 @@ def test_the_config_of_a_made_model_is_the_one_the_figures_come_from(recipe, tmp
 
 
 @pytest.mark.parametrize("recipe", CPU, ids=by_name)
+def test_a_recipe_that_sets_the_threads_leaves_the_worker_unbound_or_they_would_not_count(recipe) -> None:
+    for profile in recipe.profiles.values():
+        variables = environment(profile)
+        if "OMP_NUM_THREADS" in variables:
+            assert variables.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
+
+
+@pytest.mark.parametrize("recipe", CPU, ids=by_name)
 def test_inpage_serve_turns_in_page_on_for_a_cpu_recipe(recipe, tmp_path) -> None:
     folder = make_model(tmp_path / "model", DemoModel(**recipe.made))
     profile = recipe.profiles["v0.30.0"]

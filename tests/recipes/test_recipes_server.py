@@ -30,7 +30,7 @@ def server(tmp_path):
             [*command, "--host", "127.0.0.1", "--port", str(port)],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
             process_group=0,
         )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 240
