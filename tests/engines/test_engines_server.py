@@ -45,6 +45,7 @@ def test_in_page_hits_equal_cold_on_32_prompts_and_sessions_are_served_from_the_
     log = server.log.read_text()
     assert "inpage: in-page layout, block 256 tokens" in log
     assert "inpage worker, at shutdown: saves" in log
+    assert "inpage scheduler, at shutdown: refused hits" in log
 
 
 def test_stock_vllm_gets_the_same_prompts_wrong(model, tmp_path):
