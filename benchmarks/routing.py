@@ -95,7 +95,7 @@ class Router:
 
 @contextmanager
 def replicas(folder: Path) -> Iterator[list[RunningServer]]:
-    """Two servers; each has a core to itself, or vLLM would bind both workers to the same one."""
+    """Two servers; each is bound to a core of its own, so that neither takes from the other."""
     model = str(make_model(folder / "model"))
     arguments = [
         "--enforce-eager",

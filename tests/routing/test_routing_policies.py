@@ -30,10 +30,9 @@ def fill(router, names: list[str], arrive: int | None = None) -> list[list[int]]
     for number, name in enumerate(names[:arrive], start=1):
         router.begin(name)
         seen.append(router.settled(number))
-    if arrive < len(names):
-        for name in names[arrive:]:
-            router.begin(name)
-        seen.append(router.settled(len(names), quiet_s=1.0))
+    for name in names[arrive:]:
+        router.begin(name)
+    seen.append(router.settled(len(names), quiet_s=1.0))
     return seen
 
 

@@ -111,7 +111,7 @@ class ServerProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=20)
         with suppress(ProcessLookupError):
-            # The workers log their last counters after the server itself has gone.
+            # A server that stopped itself leaves workers, which log their last counters after it.
             while time.monotonic() < deadline:
                 os.killpg(self._process.pid, 0)
                 time.sleep(0.1)

@@ -17,11 +17,12 @@ from inpage.demo.server import ServerProcess
 from inpage.errors import ConfigError, ServerError
 from inpage.soak.result import Check, SoakResult, judge
 from inpage.soak.runner import Soak, check_ready
+from inpage.soak.workload import CROWD
 
 BLOCK_TOKENS = 64
 MODEL = DemoModel(heads=2, kv_heads=2, head_dim=64)
 """The demo's model with more KV a token, so that a page of 64 tokens holds a state."""
-SEQUENCES = 12
+SEQUENCES = CROWD
 BLOCKS = 64
 """Twelve requests of a few blocks do not fit at once: the pool preempts."""
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
