@@ -58,6 +58,31 @@ def test_chunks_end_on_blocks_although_the_configuration_says_otherwise(model):
     assert scheduler.cache_config.block_size == BLOCK
 
 
+def test_a_resumed_request_whose_length_is_whole_blocks_ends_its_chunk_on_a_boundary(model):
+    scheduler = make_scheduler(model, num_blocks=40, budget=3 * BLOCK - 1)
+    side = SchedulerSide(scheduler)
+    scheduler.add_request(request("a", prompt(3 * BLOCK - 1)))
+    while scheduler.requests["a"].num_tokens < 3 * BLOCK:
+        answer(scheduler, scheduler.schedule())
+    assert side.counters.cut == 0
+    scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 2 * BLOCK}
+    assert side.counters.cut == 1
+
+
+def test_a_chunk_that_ends_in_front_of_an_input_of_the_encoder_ends_on_a_boundary(model):
+    scheduler = make_scheduler(model, num_blocks=40, budget=64)
+    # No model with an encoder is small enough: the encoder's budget is the double, all else is vLLM's.
+    scheduler._try_schedule_encoder_inputs = lambda *args, **kwargs: ([], 2 * BLOCK + 5, 0, [])
+    side = SchedulerSide(scheduler)
+    picture = request("a", prompt(60))
+    picture.mm_features = [object()]
+    assert picture.has_encoder_inputs
+    scheduler.add_request(picture)
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 2 * BLOCK}
+    assert side.counters.cut == 1
+
+
 def test_a_block_size_that_changes_after_the_pool_was_built_stops_the_engine(scheduler):
     scheduler.block_size = 2 * BLOCK
     scheduler.add_request(request("a", prompt(50)))

@@ -13,7 +13,7 @@ from inpage.sim.shrink import command_line, shrink
 SEEDS = range(1, 13)
 STEPS = 700
 MUTANT_SEEDS = 20
-LUCKY = {"no rule 4": 10, "no rule 4 at marks": 10}
+LUCKY = {"no rule 4": 10, "no rule 4 at marks": 10, "chunk not cut": 8}
 """Where to begin for mutants whose damage is rare; the command begins at 1 and finds them too."""
 
 
@@ -22,6 +22,13 @@ def test_no_state_page_or_token_differs_from_a_cold_run(seed: int) -> None:
     result = run_seed(seed, STEPS)
     assert result.failure is None, f"{result.failure}\n{command_line(seed, STEPS, {})}"
     assert result.figures["checks"] > 0
+
+
+def test_a_resumed_request_of_whole_blocks_is_cut_where_vllm_would_pass_a_boundary() -> None:
+    pins = {"force_preempt_rate": "0", "salts": "0", "adapters": "0", "max_num_seqs": "3"}
+    result = run_seed(90017, 34, pins)
+    assert result.failure is None
+    assert result.figures["cut"] >= 1
 
 
 def test_a_seed_gives_the_same_run_every_time() -> None:

@@ -165,3 +165,22 @@ def test_marks_that_do_not_divide_the_block_are_refused():
     assert not G.has_marks
     assert [M.block_index(at) for at in (1, 24, 25, 48)] == [0, 0, 1, 1]
     assert (G.blocks_at_once(50, 3), M.blocks_at_once(50, 3)) == (9, 14)
+
+
+@pytest.mark.parametrize(
+    ("position", "tokens", "kept"),
+    [
+        (0, 0, 0),
+        (0, B - 1, B - 1),
+        (0, B, B),
+        (0, B + 1, B),
+        (0, 3 * B, 3 * B),
+        (0, 3 * B - 1, 2 * B),
+        (B - 1, 1, 1),
+        (B - 1, 2, 1),
+        (B, 1, 1),
+        (B + 3, 2 * B, 2 * B - 3),
+    ],
+)
+def test_a_chunk_that_passes_a_boundary_is_cut_at_the_last_one(position: int, tokens: int, kept: int) -> None:
+    assert G.tokens_to_boundary(position, tokens) == kept

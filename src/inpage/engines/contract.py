@@ -184,6 +184,11 @@ SCHEDULER = (
     ),
     Symbol("v1/core/sched/scheduler.py", "Scheduler.schedule"),
     Symbol("v1/core/sched/scheduler.py", "Scheduler._mamba_block_aligned_split", ("request", "num_new_tokens")),
+    Symbol(
+        "v1/core/sched/scheduler.py",
+        "Scheduler._try_schedule_encoder_inputs",
+        ("request", "num_computed_tokens", "num_new_tokens"),
+    ),
     Symbol("v1/core/sched/scheduler.py", "Scheduler._preempt_request", ("request",)),
     Symbol(
         "v1/core/sched/scheduler.py",

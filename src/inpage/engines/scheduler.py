@@ -6,7 +6,13 @@ Two things are put right on every scheduler, whichever class it is of:
   that value is reset on some platforms after the pool was built (Gaudi and CPU, once EngineCore is a
   process of its own). The grid is the scheduler's own `block_size`, which is the pool's. A subclass that splits
   by another grid (vllm-gaudi's async scheduler, from v0.30.0 on) only gets to see what vLLM's split has left, so
-  that a chunk which reaches a boundary ends on it.
+  that a chunk which reaches a boundary ends on it. What passes a boundary all the same is cut there:
+
+  | a chunk passes a boundary because                                        | cut after              |
+  |--------------------------------------------------------------------------|------------------------|
+  | a resumed request recomputes up to its last token, and its length is a   | vLLM's split           |
+  | multiple of the block: vLLM then takes the end for a prompt's            |                        |
+  | an input of the encoder does not fit, and the chunk ends in front of it  | vLLM's encoder budget  |
 - **Rule 4.** vLLM publishes a block's hash when it schedules the step that will fill it. If the request is
   preempted within the same `schedule()` call, the block is never filled, yet can be found. A match counts
   only when its blocks are in `WrittenBlocks`:
@@ -57,12 +63,14 @@ class SchedulerCounters:
     """Requests that waited one step because this step fills the blocks they match."""
     below_block: int = 0
     """Prompts too short to hit: of one block, or one mark, at most."""
+    cut: int = 0
+    """Chunks that would have passed a boundary, and end on it."""
 
     def line(self) -> str:
         """One line for a log."""
         return (
             f"refused hits: {self.refused_unwritten} never written; deferred {self.deferred}; "
-            f"prompts too short to hit {self.below_block}"
+            f"prompts too short to hit {self.below_block}; chunks cut at a boundary {self.cut}"
         )
 
 
@@ -175,6 +183,7 @@ class SchedulerSide:
         for owner, name, wrapper in (
             (scheduler, "schedule", self._schedule),
             (scheduler, "_mamba_block_aligned_split", self._split),
+            (scheduler, "_try_schedule_encoder_inputs", self._encoder_inputs),
             (scheduler, "update_from_output", self._update_from_output),
             (scheduler, "make_stats", self._make_stats),
             (scheduler, "shutdown", self._shutdown),
@@ -186,7 +195,14 @@ class SchedulerSide:
         scheduler.inpage = self
 
     # ------------------------------------------------------------------ the grid
-    def _split(self, original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    def _split(
+        self,
+        original: Callable[..., int],
+        request: Any,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
         if self.scheduler.block_size != self.block_tokens:
             raise StateError(
                 f"the scheduler's block size changed from {self.block_tokens} to {self.scheduler.block_size} tokens "
@@ -201,15 +217,28 @@ class SchedulerSide:
                 self.block_tokens,
             )
             config.block_size = self.block_tokens
-        if type(self.scheduler)._mamba_block_aligned_split is Scheduler._mamba_block_aligned_split:
-            return original(*args, **kwargs)
-        return self._split_twice(original, *args, **kwargs)
+        found = (num_new_local_computed_tokens, num_external_computed_tokens)
+        if type(self.scheduler)._mamba_block_aligned_split is not Scheduler._mamba_block_aligned_split:
+            num_new_tokens = Scheduler._mamba_block_aligned_split(self.scheduler, request, num_new_tokens, *found)
+        return self._cut(request.num_computed_tokens + sum(found), original(request, num_new_tokens, *found))
 
-    def _split_twice(
-        self, original: Callable[..., int], request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
-    ) -> int:
-        tokens = Scheduler._mamba_block_aligned_split(self.scheduler, request, num_new_tokens, *args, **kwargs)
-        return original(request, tokens, *args, **kwargs)
+    def _cut(self, position: int, tokens: int) -> int:
+        kept = self.grid.tokens_to_boundary(position, tokens)
+        self.counters.cut += kept < tokens
+        return kept
+
+    def _encoder_inputs(
+        self,
+        original: Callable[..., tuple[Any, ...]],
+        request: Any,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        inputs, tokens, *rest = original(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
+        # Inputs that lie behind the cut are encoded in this step and used from the encoder's cache in the next.
+        return inputs, self._cut(num_computed_tokens, tokens), *rest
 
     # ------------------------------------------------------------------ rule 4
     def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -232,6 +232,7 @@ ROWS = (
     ("saves", "saves", ""),
     ("refused hits", "refused_unwritten", "rule 4"),
     ("deferred", "deferred", "waited a step for a block that is being filled"),
+    ("chunks cut", "cut", "would have passed a boundary without ending on it"),
     ("servable pages checked", "servable", ""),
     ("aborts", "aborts", ""),
     ("cache resets", "resets", ""),

@@ -298,6 +298,11 @@ def _wrong_grid(world: World) -> None:
     scheduler._mamba_block_aligned_split = split
 
 
+@_mutant("chunk not cut", "5: a chunk ends on the boundary that it would pass", force_preempt_rate="0.1")
+def _chunk_not_cut(world: World) -> None:
+    world.side._cut = lambda position, tokens: tokens  # type: ignore[method-assign]
+
+
 # ---------------------------------------------------------------------- rule 5: the ledger
 @_mutant("ledger forgets nothing", "5: a block that changes hands is unknown")
 def _ledger_remembers(world: World) -> None:

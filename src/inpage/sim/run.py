@@ -61,5 +61,6 @@ def run_seed(
         "zeroed_pages": counters.zeroed_pages,
         "refused_unwritten": world.side.counters.refused_unwritten,
         "deferred": world.side.counters.deferred,
+        "cut": world.side.counters.cut,
     }
     return result

@@ -33,6 +33,16 @@ class Grid:
         """Which entry of a block table holds the checkpoint of `position`: the block that its last token is in."""
         return (position - 1) // self.block_tokens
 
+    def tokens_to_boundary(self, position: int, tokens: int) -> int:
+        """Of a chunk of so many tokens from `position`, those up to the last boundary that it would pass.
+
+        All of them when it passes none, or ends on one; at least one token of a chunk that has any.
+        """
+        end = position + tokens
+        if position // self.block_tokens == end // self.block_tokens:
+            return tokens
+        return tokens - end % self.block_tokens
+
     def blocks_at_once(self, tokens: int, groups: int) -> int:
         """Blocks that a request of so many tokens may hold in one step, with `groups` GDN groups.
 
