@@ -98,7 +98,7 @@ class Engine(Words):
             add(name, prompt, 8, salt)
             while name not in done:
                 step()
-            assert beside == ("beside" not in done and beside), "the request beside ended too early"
+            assert not (beside and "beside" in done), "the request beside ended too early"
             while engine.has_unfinished_requests():
                 step()
         finally:
