@@ -49,6 +49,68 @@ class Engine(Words):
             rows.append(row)
         return rows
 
+    def asked(self, prompt: list[int], salt: str, ends: Sequence[int] = (), beside: bool = False) -> dict[str, Any]:
+        """An answer and where its chunks ended, its start first; they end at `ends` too.
+
+        `beside`: another request decodes from before it comes until after it is answered.
+        """
+        from vllm import SamplingParams
+
+        scheduler, seen = self.core.scheduler, []
+        schedule, split = scheduler.schedule, scheduler._mamba_block_aligned_split
+        engine, done = self.llm.llm_engine, {}
+        name = f"asked {salt} {self.random.random()}"
+
+        def mine(request_id: str) -> bool:
+            return request_id.startswith(name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            cached = output.scheduled_cached_reqs
+            starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+            starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            for request_id, start in starts.items():
+                if mine(request_id) and start < len(prompt):
+                    seen.extend([] if seen else [start])
+                    seen.append(start + output.num_scheduled_tokens[request_id])
+            return output
+
+        def with_ends(request: Any, tokens: int, *found: int, **more: int) -> int:
+            tokens = split(request, tokens, *found, **more)
+            start = request.num_computed_tokens + sum(found) + sum(more.values())
+            if not mine(request.request_id):
+                return tokens
+            return min([tokens, *(end - start for end in ends if end > start)])
+
+        def add(request_id: str, tokens: list[int], output: int, salt: str) -> None:
+            params = SamplingParams(temperature=0, max_tokens=output, logprobs=3, ignore_eos=True, detokenize=False)
+            engine.add_request(request_id, {"prompt_token_ids": tokens, "cache_salt": salt}, params)
+
+        def step() -> None:
+            done.update((one.request_id, one) for one in engine.step() if one.finished)
+
+        scheduler.schedule, scheduler._mamba_block_aligned_split = watched, with_ends
+        try:
+            if beside:
+                add("beside", self.tokens(20), 60, f"beside {salt}")
+                for _ in range(3):
+                    step()
+            add(name, prompt, 8, salt)
+            while name not in done:
+                step()
+            assert not (beside and "beside" in done), "the request beside ended too early"
+            while engine.has_unfinished_requests():
+                step()
+        finally:
+            scheduler.schedule, scheduler._mamba_block_aligned_split = schedule, split
+        answer = done[name].outputs[0]
+        return {
+            "tokens": list(answer.token_ids),
+            "logprobs": [sorted((k, v.logprob) for k, v in d.items()) for d in answer.logprobs],
+            "cached": done[name].num_cached_tokens,
+            "ends": seen,
+        }
+
     def preemptions(self) -> list[int]:
         """Count preemptions from now on; the list's only entry is the count."""
         scheduler, count = self.core.scheduler, [0]
@@ -71,6 +133,53 @@ def parity(model: str, arguments: dict[str, Any]) -> Any:
     lengths = arguments.pop("lengths", LENGTHS)
     engine = Engine(model, **arguments)
     return {"rows": engine.hit_against_cold(lengths)}
+
+
+def budgets(model: str, arguments: dict[str, Any]) -> Any:
+    """Hits against cold runs whose chunks end where the hit's do, and against cold runs with other ends.
+
+    Each alone, then beside a request that decodes. `budget` is in blocks; room for the decodes is added.
+    """
+    blocks = arguments.pop("budget")
+    engine = Engine(model, **{**arguments, "max_num_batched_tokens": blocks * BLOCK + 4})
+    rows = []
+    for length in (3 * BLOCK + 100, 4 * BLOCK):
+        prompt, salt = engine.tokens(length), f"{blocks} {length}"
+        cold = engine.asked(prompt, f"{salt} cold")
+        engine.asked(prompt + engine.tokens(BLOCK), salt)  # the next turn first, so that junctions come about
+        engine.one(engine.tokens(500))
+        hit = engine.asked(prompt, salt)
+        beside = engine.asked(prompt, salt, beside=True)
+        row: dict[str, Any] = {"length": length, "ends": cold["ends"]}
+        row["cold drift"] = max(
+            drift(cold, engine.asked(prompt, f"{salt} {step}", range(step, length, step)))
+            for step in (BLOCK, 2 * BLOCK)
+        )
+        row["cold drift beside"] = drift(cold, engine.asked(prompt, f"{salt} cold beside", beside=True))
+        for name, answer in (("hit", hit), ("beside", beside)):
+            company = name == "beside"
+            same_ends = engine.asked(prompt, f"{salt} same ends as {name}", answer["ends"], beside=company)
+            row[name] = {
+                "cached": answer["cached"],
+                "ends": answer["ends"],
+                "cold ends": same_ends["ends"],
+                "same ends": same(answer, same_ends),
+                "equal": same(answer, cold),
+                "drift": drift(cold, answer),
+            }
+        rows.append(row)
+    return rows
+
+
+def drift(cold: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of a logprob before the tokens part."""
+    worst = 0.0
+    for index, (mine, theirs) in enumerate(zip(cold["logprobs"], other["logprobs"], strict=True)):
+        known = dict(theirs)
+        worst = max([worst, *(abs(value - known[token]) for token, value in mine if token in known)])
+        if cold["tokens"][index] != other["tokens"][index]:
+            break
+    return worst
 
 
 def force_async_scheduling() -> None:
@@ -276,7 +385,7 @@ def refusals(model: str, arguments: dict[str, Any]) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
-    f.__name__: f for f in (parity, crowded, inside, mutants, untouched, refusals, refused_pool)
+    f.__name__: f for f in (parity, budgets, crowded, inside, mutants, untouched, refusals, refused_pool)
 }
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from socket import SHUT_RDWR
 from typing import Any
 
@@ -34,9 +35,14 @@ class FakeServer:
     """A running double; use it as a context manager.
 
     wrong: one of "" (nothing), "hits" (a hit answers from a wrong state), "salts" (they do not separate),
-    "unsteady" (no two runs are equal), "stale" (one-token prompts remember), "nan", "dies" (after some requests),
-    "resumes" (a preempted request goes on from a wrong state), "sparse" (diverging prefixes miss), "no marks" (hits in
-    whole blocks, whatever `unit` says), "copies" (a start inside a block harms the block it was copied from).
+    "slightly" (a hit is off by less than chunks make of it), "short hits" (a hit answers as if its prompt ended with
+    the cached part), "unsteady" (no two runs are equal), "stale" (one-token prompts remember), "nan", "dies" (after
+    some requests), "resumes" (a preempted request goes on from a wrong state), "sparse" (diverging prefixes miss),
+    "no marks" (hits in whole blocks, whatever `unit` says), "copies" (a start inside a block harms the block it was
+    copied from).
+
+    chunk: blocks that a prefill chunk holds. With more than one, checkpoints are only where chunks ended, and an answer
+    depends in its last bits on the size of the last chunk that ended on a boundary: products that round by shape.
     """
 
     wrong: str = ""
@@ -46,6 +52,8 @@ class FakeServer:
     reads: bool = False
     batch_noise: bool = False
     unit: int | None = None
+    chunk: int | None = None
+    states: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
     dies_after: int = 12
     wrote: dict[tuple[str, tuple[int, ...]], list[int]] = field(default_factory=dict)
     harmed: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
@@ -93,9 +101,21 @@ class FakeServer:
             return 0
         step = self.unit or self.block
         for end in range((len(prompt) - 1) // step * step, 0, -step):
-            if ("" if self.wrong == "salts" else salt, tuple(prompt[:end])) in self.cached:
+            found = ("" if self.wrong == "salts" else salt, tuple(prompt[:end]))
+            if found in self.cached and (self.chunk is None or found in self.states):
                 return end
         return 0
+
+    def chunk_ends(self, prompt: list[int], salt: str, start: int) -> list[int]:
+        """Where the chunks of a prompt end, its start first: on its last boundary too, and where others parted."""
+        last = len(prompt) // self.block * self.block
+        known = [end for end in range(self.block, last + 1, self.block) if (salt, tuple(prompt[:end])) in self.cached]
+        stops = [last, *known[-1:], len(prompt)]
+        ends = [start]
+        while ends[-1] < len(prompt):
+            here = ends[-1]
+            ends.append(min([here + (self.chunk or 1) * self.block, *(stop for stop in stops if stop > here)]))
+        return ends
 
     def keep(self, prompt: list[int], salt: str) -> None:
         """Publish the prompt's boundaries."""
@@ -133,6 +153,15 @@ class FakeServer:
             if isinstance(prompt, str):
                 return self.read(prompt, salt)
             cached = self.prefix(prompt, salt)
+            noise = 0.0
+            if self.chunk:
+                size = self.states.get((salt, tuple(prompt[:cached])), 0)
+                for start, end in pairwise(self.chunk_ends(prompt, salt, cached)):
+                    if end % self.block == 0:
+                        size = self.states[salt, tuple(prompt[:end])] = (end - start) // self.block
+                noise = 1e-3 * size
+            if cached and self.wrong == "slightly":
+                noise += 1e-6
             self.keep(prompt, salt)
             twist = "wrong state" if cached and self.wrong == "hits" else ""
             if self.wrong == "unsteady" or (self.wrong == "stale" and len(prompt) == 1):
@@ -141,7 +170,8 @@ class FakeServer:
                 twist = self.copy_harms(prompt, salt, cached)
             if self.batch_noise and me.met:
                 twist = "in a batch"
-            answer = self.run(prompt, body["max_tokens"], twist)
+            known = prompt[:cached] if cached and self.wrong == "short hits" else prompt
+            answer = [(token, lp + noise) for token, lp in self.run(known, body["max_tokens"], twist)]
             if self.held > self.pool // 2 and cached:  # preempted after three tokens, resumed with them as a prompt
                 self.totals["preempted"] += 1
                 ids = [token for token, _ in answer[:3]]

@@ -117,6 +117,55 @@ def test_a_server_whose_kernels_depend_on_the_batch_is_judged_only_where_request
     assert "depend on the batch" in str(preemption.missing)
 
 
+CHUNKED = ("parity", "drift", "edges")
+
+
+def test_hits_that_differ_as_cold_runs_with_other_chunks_do_are_a_property_of_the_engine():
+    with FakeServer(chunk=2) as fake:
+        report = gates_of(fake, *CHUNKED, "isolation")
+    verdicts = {result.gate: result.verdict for result in report.results}
+    assert verdicts["parity"] == Verdict.ENGINE
+    assert Verdict.FAIL not in verdicts.values()
+    line = report.results[0].engine
+    assert line is not None
+    assert "a cold run with other chunk ends gives the hit's answer to the bit" in line
+    assert "--max-num-batched-tokens of one block" in line
+    assert "\n" not in line
+    alone = GateReport(**{**report.model_dump(), "results": [report.results[0]]})
+    assert (report.exit_status(strict=True), alone.exit_status()) == (1, 1), "it is no pass"
+
+
+def test_with_one_block_a_chunk_the_same_server_passes():
+    with FakeServer(chunk=1) as fake:
+        assert {result.verdict for result in gates_of(fake, *CHUNKED).results} == {Verdict.PASS}
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2, 3])
+@pytest.mark.parametrize("wrong", ["hits", "slightly", "short hits"])
+@pytest.mark.parametrize("gate", CHUNKED)
+def test_a_wrong_hit_is_never_called_a_property_of_the_engine(gate, wrong, chunk):
+    """With several blocks a chunk two cold runs differ by up to 0.002. "slightly" is off by a thousandth of that, where
+    drifts compared by size would excuse it; the others are off by far more or are right answers to another prompt.
+    """
+    with FakeServer(wrong=wrong, chunk=chunk) as fake:
+        result = result_of(fake, gate)
+    assert result.verdict == Verdict.FAIL
+    assert "two cold runs are equal" in result.failures[0].what
+
+
+def test_a_wrong_hit_that_drifts_compared_by_size_would_excuse_drifts_less_than_cold_runs():
+    with FakeServer(wrong="slightly", chunk=2) as fake:
+        prompt = [1] * 65
+        server = Server.connect(fake.url, None, 20.0)
+        cold = server.generate(prompt, "cold")
+        server.generate([1] * 16 + [2] * 48, "parted")
+        other_chunks = server.generate(prompt, "parted")
+        server.generate(prompt, "fill")
+        hit = server.generate(prompt, "fill")
+    assert (other_chunks.cached_tokens, hit.cached_tokens) == (None, 64)
+    assert other_chunks.drift(cold) > 100 * hit.drift(cold) > 0
+
+
 def test_numbers_that_are_none_fail_even_where_cold_has_them_too():
     with FakeServer(wrong="nan") as fake:
         result = result_of(fake, "parity")

@@ -41,15 +41,14 @@ class Engine(Words):
     def hit_against_cold(self, lengths: tuple[int, ...] = LENGTHS, unit: int = 0) -> list[dict[str, Any]]:
         """Every prompt and its extension cold; then an unrelated request; then both as hits.
 
-        With `unit` the extension's cold run also ends a chunk on the prompt's last mark. Attention on a device rounds
-        by the shape of a chunk, so without that a start inside a block may differ in the last bits (docs/gaudi.md).
+        With `unit` the extension's cold run also ends a chunk on the prompt's last mark, where the hit starts.
         """
         rows = []
         for length in lengths:
             prompt, salt = self.tokens(length), str(self.random.random())
             cold = self.one(prompt, salt=f"{salt} cold")
             extension = prompt + cold["tokens"] + self.tokens(200)
-            with self.chunk_end(length // unit * unit if unit else 0):
+            with self.chunk_ends([length // unit * unit] if unit else []):
                 cold_extension = self.one(extension, salt=f"{salt} extension")
             self.one(prompt, salt=salt)
             self.one(self.tokens(800))
@@ -59,24 +58,46 @@ class Engine(Words):
         return rows
 
     @contextmanager
-    def chunk_end(self, position: int) -> Iterator[None]:
-        """For the time of a `with` block prefill chunks end at this position too."""
-        scheduler = self.core.scheduler if position else None
+    def chunk_ends(self, positions: list[int]) -> Iterator[None]:
+        """For the time of a `with` block prefill chunks end at these positions too."""
+        scheduler = self.core.scheduler if positions else None
         split = getattr(scheduler, "_mamba_block_aligned_split", None)
 
-        def with_end(request: Any, tokens: int, *found: int, **more: int) -> int:
+        def with_ends(request: Any, tokens: int, *found: int, **more: int) -> int:
             start = request.num_computed_tokens + sum(found) + sum(more.values())
             tokens = split(request, tokens, *found, **more)
-            return position - start if start < position < start + tokens else tokens
+            return min([tokens, *(position - start for position in positions if position > start)])
 
         if scheduler is None:
             yield
             return
-        scheduler._mamba_block_aligned_split = with_end
+        scheduler._mamba_block_aligned_split = with_ends
         try:
             yield
         finally:
             scheduler._mamba_block_aligned_split = split
+
+    def with_its_ends(self, prompt: list[int], salt: str) -> tuple[dict[str, Any], list[int]]:
+        """An answer, and where the chunks of its prompt ended, its start first."""
+        ends: list[int] = []
+        schedule = self.core.scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            cached = output.scheduled_cached_reqs
+            starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+            starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            for name, start in starts.items():
+                if start < len(prompt):
+                    ends.extend([start] if not ends else [])
+                    ends.append(start + output.num_scheduled_tokens[name])
+            return output
+
+        self.core.scheduler.schedule = watched
+        try:
+            return self.one(prompt, salt=salt), ends
+        finally:
+            self.core.scheduler.schedule = schedule
 
 
 def compare(cold: dict[str, Any], hit: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +129,31 @@ def parity(model: str, options: dict[str, Any]) -> Any:
         return {"rows": engine.hit_against_cold(lengths, unit), "inpage": inpage.__file__}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+def chunk_ends(model: str, options: dict[str, Any]) -> Any:
+    """Each prompt cold, as a hit, cold with the hit's chunk ends, and cold with others; all against the first."""
+    engine = Engine(model, **options)
+    give_weights(engine.runner.model)
+    rows = []
+    for index, length in enumerate((*LENGTHS, 2300)):
+        prompt, salt = engine.tokens(length), f"{index}"
+        cold, cold_ends = engine.with_its_ends(prompt, f"{salt} cold")
+        engine.one(prompt + engine.tokens(BLOCK), salt=salt)  # the next turn first, so that junctions come about
+        engine.one(engine.tokens(800))
+        hit, hit_ends = engine.with_its_ends(prompt, salt)
+        with engine.chunk_ends(hit_ends):
+            same_ends, ends = engine.with_its_ends(prompt, f"{salt} same ends")
+        assert ends[-len(hit_ends) :] == hit_ends
+        drifts = [compare(cold, same_ends)["drift"]]
+        for other in (128, BLOCK):
+            with engine.chunk_ends(list(range(other, length, other))):
+                answer, other_ends = engine.with_its_ends(prompt, f"{salt} {other}")
+            assert other_ends[1] == min(other, length)
+            drifts.append(compare(cold, answer)["drift"])
+        row = {"length": length, "cold ends": cold_ends, "hit ends": hit_ends, "cold drift": max(drifts)}
+        rows.append(row | {"same ends": same(same_ends, hit), **compare(cold, hit)})
+    return rows
 
 
 def sleeping(model: str, options: dict[str, Any]) -> Any:
@@ -477,7 +523,8 @@ def stops(model: str, options: dict[str, Any]) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
-    f.__name__: f for f in (parity, sleeping, switching, mutants, preemption, decode_padding, pool, refusals, stops)
+    f.__name__: f
+    for f in (parity, chunk_ends, sleeping, switching, mutants, preemption, decode_padding, pool, refusals, stops)
 }
 
 

@@ -101,6 +101,22 @@ def test_hits_equal_cold_on_qwen3_5(plugin_run):
     assert_exact(plugin_run("parity", ENGINE_OPTIONS, **IN_PAGE)["result"]["rows"])
 
 
+def test_whatever_the_chunks_hits_and_cold_runs_are_equal(plugin_run):
+    """Products of the emulated device do not depend on the shape of a chunk, so neither does any answer."""
+    rows = plugin_run("chunk_ends", ENGINE_OPTIONS, **IN_PAGE)["result"]
+    assert [(row["length"], row["equal"], row["same ends"], row["cold drift"]) for row in rows] == [
+        (row["length"], True, True, 0.0) for row in rows
+    ]
+    assert any(set(row["hit ends"]) - set(row["cold ends"]) for row in rows), "no hit had chunk ends of its own"
+
+
+def test_where_products_round_by_their_shape_a_hit_equals_the_cold_run_of_its_chunks_and_drifts_no_more(plugin_run):
+    """Products as this processor's BLAS computes them; whether anything drifts at all depends on the processor."""
+    rows = plugin_run("chunk_ends", ENGINE_OPTIONS, **IN_PAGE, EMULATED_HPU_PRODUCTS="whole")["result"]
+    assert [row["length"] for row in rows if not row["same ends"]] == []
+    assert [(row["length"], row["drift"]) for row in rows if row["drift"] > row["cold drift"]] == []
+
+
 def test_stock_fails_on_qwen3_5(plugin_run):
     rows = plugin_run("parity", ENGINE_OPTIONS, **STOCK)["result"]["rows"]
     assert sum(row["equal"] for row in rows if row["hit"]) <= 1

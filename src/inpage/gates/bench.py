@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from random import Random
 
 from inpage.errors import ConfigError
+from inpage.gates.chunks import WHAT_TO_CHANGE, explained_by_a_cold_run
 from inpage.gates.client import Generation
 from inpage.gates.result import SHOWN_FAILURES, Failure, GateResult, Verdict
 from inpage.gates.server import Server, fresh_salt
@@ -136,6 +137,8 @@ class Judge:
     | seen                                    | verdict                                             |
     |-----------------------------------------|-----------------------------------------------------|
     | anything wrong                          | fail                                                |
+    | a hit that differs from cold, and a     | property of the engine (chunks.py)                  |
+    | cold run with other chunks equals it    |                                                     |
     | cold runs that differ among themselves  | not judged: there is nothing exact to be equal to   |
     | a case that did not reach what it is of | not judged                                          |
     | otherwise                               | pass                                                |
@@ -149,12 +152,24 @@ class Judge:
         self.failures: list[Failure] = []
         self.failure_count = 0
         self.unsteady: list[str] = []
+        self.engine: list[str] = []
         self.unreached: list[str] = []
         self.compared = self.hits = self.equal = 0
         self.worst_drift = 0.0
 
-    def compare(self, case: int, what: str, prompt: Sequence[int], cold: Generation, hit: Generation) -> bool:
-        """Judge one hit against its cold run, to the bit; a request that did not hit counts as not reached."""
+    def compare(
+        self,
+        case: int,
+        what: str,
+        prompt: Sequence[int],
+        cold: Generation,
+        hit: Generation,
+        excusable: bool = True,
+    ) -> bool:
+        """Judge one hit against its cold run, to the bit; a request that did not hit counts as not reached.
+
+        `excusable` is False where a cold run of now may have gone wrong in the hit's way, so that it excuses nothing.
+        """
         if cold.cached_tokens:
             self.unreached.append(
                 f"case {case} ({what}): the run under a fresh salt hit {cold.cached_tokens} tokens, so the server "
@@ -165,10 +180,21 @@ class Judge:
             self.unreached.append(f"case {case} ({what}, {len(prompt)} tokens) did not hit")
             return False
         self.hits += 1
-        return self.expect_equal(case, what, prompt, cold, hit)
+        return self.expect_equal(case, what, prompt, cold, hit, excusable)
 
-    def expect_equal(self, case: int, what: str, prompt: Sequence[int], cold: Generation, other: Generation) -> bool:
-        """Judge any second answer against a cold one, to the bit; before it fails, the cold run must repeat."""
+    def expect_equal(
+        self,
+        case: int,
+        what: str,
+        prompt: Sequence[int],
+        cold: Generation,
+        other: Generation,
+        excusable: bool = True,
+    ) -> bool:
+        """Judge any second answer against a cold one, to the bit; before it fails, the cold run must repeat.
+
+        A hit that differs is then looked for among cold runs with other chunks: nothing but its very answer excuses it.
+        """
         self.compared += 1
         if not (cold.finite and other.finite):
             self.fail(case, f"{what}: log probabilities that are not numbers, prompt of {len(prompt)} tokens")
@@ -182,12 +208,22 @@ class Judge:
             self.unsteady.append(f"case {case} ({what}): two cold runs differ by {again.drift(cold):.3g}")
             return False
         self.worst_drift = max(self.worst_drift, drift)
+        looked = 0
+        if excusable and other.cached_tokens:
+            explained, looked = explained_by_a_cold_run(self.bench, prompt, other)
+            if explained:
+                self.engine.append(
+                    f"case {case} ({what}, {other.cached_tokens} of {len(prompt)} tokens cached) differs from its cold "
+                    f"run by {drift:.3g}, and a cold run with other chunk ends gives the hit's answer to the bit"
+                )
+                return False
         parted = next((i for i, (a, b) in enumerate(zip(cold.tokens, other.tokens, strict=False)) if a != b), None)
         tokens = "tokens equal" if parted is None else f"tokens part at output {parted}"
         self.fail(
             case,
             f"{what}: prompt of {len(prompt)} tokens, {other.cached_tokens or 0} of them cached: {tokens}, logprobs "
-            f"off by up to {drift:.3g}, and two cold runs are equal",
+            f"off by up to {drift:.3g}, and two cold runs are equal"
+            + ("; no cold run with other chunk ends gives this answer" if looked else ""),
         )
         return False
 
@@ -203,7 +239,16 @@ class Judge:
         """As the table of the class has it."""
         if self.failure_count:
             return Verdict.FAIL
+        if self.engine:
+            return Verdict.ENGINE
         return Verdict.NOT_JUDGED if self.unsteady or self.unreached else Verdict.PASS
+
+    def engine_line(self) -> str | None:
+        """The hits that a cold run with other chunks explains, the first in words, and what to change."""
+        if not self.engine:
+            return None
+        more = f" and {len(self.engine) - 1} more" if len(self.engine) > 1 else ""
+        return f"{self.engine[0]}{more}; no state is wrong. {WHAT_TO_CHANGE}"
 
     def missing(self) -> str | None:
         """What could not be reached, the first of each kind in words."""
@@ -227,6 +272,7 @@ class Judge:
             summary=summary,
             figures={**counts, **self.figures},
             missing=self.missing(),
+            engine=self.engine_line(),
             failures=self.failures,
             failure_count=self.failure_count,
             seconds=seconds,

@@ -39,7 +39,7 @@ def gate(bench: Bench) -> GateResult:
         cold_after = bench.cold(prompt)
         equal = [
             judge.expect_equal(index, "the victim's prompt under another salt", prompt, before, stolen),
-            judge.compare(index, "hit after a secret was planted", prompt, before, hit),
+            judge.compare(index, "hit after a secret was planted", prompt, before, hit, excusable=False),
             judge.expect_equal(index, "cold run after a secret was planted", prompt, before, cold_after),
         ]
         leaks += not all(equal)

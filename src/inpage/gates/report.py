@@ -12,7 +12,7 @@ from rich.table import Table
 from inpage.errors import ConfigError
 from inpage.gates.result import GateReport, GateResult, Verdict
 
-COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.NOT_JUDGED: "yellow"}
+COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.ENGINE: "yellow", Verdict.NOT_JUDGED: "yellow"}
 
 
 def print_report(report: GateReport, console: Console) -> None:
@@ -37,11 +37,15 @@ def print_report(report: GateReport, console: Console) -> None:
             console.print(f"  repeat: {failure.repeat}", soft_wrap=True, markup=False)
         if result.failure_count > 3:
             console.print(f"  and {result.failure_count - 3} more failures of {result.gate}")
+        if result.engine:
+            console.print(f"[yellow]{result.gate}, property of the engine:[/] {escape(result.engine)}", soft_wrap=True)
         if result.missing:
             console.print(f"[yellow]{result.gate}, missing:[/] {escape(result.missing)}", soft_wrap=True)
+    engine = report.count(Verdict.ENGINE)
     console.print(
         f"{report.count(Verdict.PASS)} passed, {report.count(Verdict.FAIL)} failed, "
-        f"{report.count(Verdict.NOT_JUDGED)} not judged, in {report.seconds:.0f} s"
+        + (f"{engine} a property of the engine, " if engine else "")
+        + f"{report.count(Verdict.NOT_JUDGED)} not judged, in {report.seconds:.0f} s"
     )
 
 
@@ -57,7 +61,7 @@ def write_junit(report: GateReport, path: Path) -> None:
         name="inpage gate",
         tests=str(len(report.results)),
         failures=str(report.count(Verdict.FAIL)),
-        skipped=str(report.count(Verdict.NOT_JUDGED)),
+        skipped=str(report.count(Verdict.NOT_JUDGED) + report.count(Verdict.ENGINE)),
         errors="0",
         time=f"{report.seconds:.1f}",
         timestamp=report.started_at,
@@ -75,8 +79,8 @@ def _case(result: GateResult) -> ET.Element:
     if result.verdict == Verdict.FAIL:
         failure = ET.SubElement(case, "failure", message=result.summary)
         failure.text = "\n".join(f"{found.what}\n  repeat: {found.repeat}" for found in result.failures)
-    elif result.verdict == Verdict.NOT_JUDGED:
-        ET.SubElement(case, "skipped", message=result.missing or result.summary)
+    elif result.verdict != Verdict.PASS:
+        ET.SubElement(case, "skipped", message=result.engine or result.missing or result.summary)
     ET.SubElement(case, "system-out").text = "\n".join(
         [result.summary, *(f"{name}: {value}" for name, value in result.figures.items()), f"repeat: {result.repeat}"]
     )

@@ -11,10 +11,14 @@ SHOWN_FAILURES = 10
 
 
 class Verdict(StrEnum):
-    """A gate that could not reach what it is about is not judged, which is not a pass."""
+    """A gate that could not reach what it is about is not judged, which is not a pass.
+
+    `ENGINE` is no pass either: hits differ from their cold runs, as cold runs with other chunks do.
+    """
 
     PASS = "pass"
     FAIL = "fail"
+    ENGINE = "property of the engine"
     NOT_JUDGED = "not judged"
 
 
@@ -38,6 +42,9 @@ class GateResult(BaseModel):
     summary: str = Field(description="One sentence with the figures that matter.")
     figures: dict[str, float | int | str] = Field(description="All that was counted and measured.")
     missing: str | None = Field(description="What the server or the run could not give; why it is not judged.")
+    engine: str | None = Field(
+        default=None, description="Hits that differ as cold runs with other chunks do, in one line; what to change."
+    )
     failures: list[Failure] = Field(description=f"The first {SHOWN_FAILURES} failures.")
     failure_count: int
     seconds: float
@@ -66,6 +73,6 @@ class GateReport(BaseModel):
         return sum(result.verdict == verdict for result in self.results)
 
     def exit_status(self, strict: bool = False) -> int:
-        """0 when something passed and nothing failed; `strict` also wants every gate judged."""
+        """0 when something passed and nothing failed; `strict` wants every gate passed."""
         wrong = self.count(Verdict.FAIL) or not self.count(Verdict.PASS)
-        return int(bool(wrong or (strict and self.count(Verdict.NOT_JUDGED))))
+        return int(bool(wrong or (strict and self.count(Verdict.PASS) < len(self.results))))

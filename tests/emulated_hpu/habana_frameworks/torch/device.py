@@ -1,4 +1,4 @@
-"""Device "hpu" becomes "cpu" in every call of a torch function, in every thread.
+"""Device "hpu" becomes "cpu" in every call of a torch function, in every thread; products become those of products.py.
 
 Also, row indices may be -1: the plugin pads with it and the device does not fault. Here -1 is the last row, which
 the plugin allocates for the purpose; what the hardware really touches is unknown (README.md).
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from habana_frameworks.torch.products import FUNCTIONS as PRODUCTS
 
 _CPU = torch.device("cpu")
 
@@ -45,7 +47,8 @@ def _one_hot(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return (index.unsqueeze(-1) == torch.arange(classes)).long()
 
 
-_TOLERANT = {
+_INSTEAD = {
+    **PRODUCTS,
     torch.Tensor.index_select: _rows_of,
     torch.index_select: _rows_of,
     torch.Tensor.index_copy_: _rows_of,
@@ -63,8 +66,8 @@ class _HpuIsCpu(TorchFunctionMode):
             kwargs = {**kwargs, "device": _device_argument(kwargs["device"])}
         if function is torch.Tensor.to:
             args = tuple(map(_on_cpu, args))
-        tolerant = _TOLERANT.get(function)
-        return tolerant(function, args, kwargs) if tolerant and args else function(*args, **kwargs)
+        instead = _INSTEAD.get(function)
+        return instead(function, args, kwargs) if instead and args else function(*args, **kwargs)
 
 
 _entered = threading.local()

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from habana_frameworks.torch.products import attention, product
+
 
 class RotaryPosEmbeddingMode(enum.IntEnum):
     """How the rotated halves lie: one after the other, or interleaved."""
@@ -70,20 +72,19 @@ class FusedSDPA:
             raise NotImplementedError(f"the emulated FusedSDPA has no {rest} {options}")
         batch, heads, queries, head_dim = q.shape
         kv_heads, keys = k.shape[1:3]
-        grouped = q.float().unflatten(1, (kv_heads, heads // kv_heads))
-        scores = torch.einsum("bhgqd,bhkd->bhgqk", grouped, k.float()) * (head_dim**-0.5 if scale is None else scale)
-        if attn_mask is not None:
-            scores = scores + FusedSDPA._spread(attn_mask, kv_heads, heads)
-        hidden = torch.zeros(batch, 1, 1, queries, keys, dtype=torch.bool)
+        bias = torch.zeros(batch, 1, 1, queries, keys)
         if is_causal:
-            hidden = hidden | torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
+            later = torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
+            bias = bias.masked_fill(later, float("-inf"))
         if valid_sequence_lengths is not None:
             lengths = valid_sequence_lengths.view(batch, 1, 1, 1, 1).long()
-            hidden = hidden | (torch.arange(keys) >= lengths)
-        shares = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+            bias = bias.masked_fill(torch.arange(keys) >= lengths, float("-inf"))
+        if attn_mask is not None:
+            bias = bias + FusedSDPA._spread(attn_mask, kv_heads, heads)
+        grouped = q.unflatten(1, (kv_heads, heads // kv_heads))
+        out = attention(grouped, k, v, head_dim**-0.5 if scale is None else scale, bias)
         if valid_sequence_lengths is not None:
-            shares = shares.masked_fill(lengths <= 0, 0.0)  # a row of padding sees no key at all
-        out = torch.einsum("bhgqk,bhkd->bhgqd", shares.to(q.dtype).float(), v.float())
+            out = out.masked_fill(lengths <= 0, 0.0)  # a row of padding sees no key at all
         return out.flatten(1, 2).to(q.dtype)
 
     @staticmethod
@@ -125,8 +126,8 @@ def _mixture_of_experts(
     out = torch.zeros_like(hidden_states, dtype=torch.float32)
     for expert, (gate_up, down) in enumerate(zip(w12, w3, strict=True), start=experts_min):
         share = torch.where(expert_routing_table == expert, router_weights, 0).sum(-1, keepdim=True)
-        gate, up = (hidden_states @ gate_up.T).chunk(2, dim=-1)
-        out += share.float() * ((torch.nn.functional.silu(gate) * up) @ down.T).float()
+        gate, up = product(hidden_states, gate_up.T).chunk(2, dim=-1)
+        out += share.float() * product(torch.nn.functional.silu(gate) * up, down.T).float()
     return out.to(hidden_states.dtype)
 
 
