@@ -131,9 +131,10 @@ def test_a_folder_without_a_tokenizer_is_one_line_unless_another_has_it(model, t
     checks.refuse_folder(model, ServerArguments(["--skip-tokenizer-init"]), {})
 
 
-def test_a_path_that_is_no_folder_is_not_taken_for_a_name_on_the_hub():
+def test_a_path_that_is_no_folder_is_not_taken_for_a_name_on_the_hub(model):
     assert "There is no folder ./no/such/model: give a model's folder" in refused("./no/such/model")
     assert "is a file: give the model's folder" in refused(__file__)
+    assert "config.json is a file: give the model's folder" in refused(str(model / "config.json"))
 
 
 def test_without_vllm_the_line_says_how_to_get_it(monkeypatch):

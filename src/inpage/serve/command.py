@@ -107,6 +107,8 @@ def refuse_what_is_there(model: str, given: ServerArguments, layout: str, machin
     """Raise `ConfigError` for flags and a model folder that cannot be served; names on the hub are left to vLLM."""
     if layout == "in-page":
         checks.refuse_uncovered_flags(given)
+    if Path(model).is_file():
+        raise ConfigError(f"{model} is a file: give the model's folder, with config.json, tokenizer and weights.")
     if Path(model).is_dir():
         checks.refuse_folder(Path(model), given, machine.variables)
 
