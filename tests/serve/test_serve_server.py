@@ -61,7 +61,7 @@ def served(model: Path, log: Path) -> Iterator[str]:
         process = subprocess.Popen(
             command, env={**environment, **ENVIRONMENT}, stdout=output, stderr=subprocess.STDOUT, process_group=0
         )
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 240
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 420
     try:
         while True:
             assert process.poll() is None, log.read_text()[-4000:]
