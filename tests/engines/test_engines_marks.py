@@ -61,7 +61,7 @@ def test_blocks_are_copied_and_without_the_copy_a_hit_is_wrong(inside):
 def test_hits_at_marks_equal_cold_with_engine_core_in_its_own_process(engine_run):
     run = engine_run("parity", {"prefix_match_unit": UNIT}, INPAGE="1")
     assert_exact(run["result"]["rows"])
-    assert "block 256 tokens, shortest prefix that can hit 64 tokens" in run["log"]
+    assert "and at a prompt's last multiple of 64; shortest prompt that can hit 65 tokens" in run["log"]
 
 
 def test_hits_at_marks_equal_cold_on_two_tensor_parallel_ranks(engine_run):
@@ -73,7 +73,7 @@ def test_hits_at_marks_equal_cold_on_two_tensor_parallel_ranks(engine_run):
 def test_a_prompt_of_200_tokens_hits_192_with_blocks_of_384(engine_run):
     arguments = {"prefix_match_unit": UNIT, "max_num_batched_tokens": 512, "lengths": [200, 383, 385]}
     run = engine_run("parity", arguments, INPAGE="1", model="large blocks", **IN_PROCESS)
-    assert "block 384 tokens, shortest prefix that can hit 64 tokens" in run["log"]
+    assert "and at a prompt's last multiple of 64; shortest prompt that can hit 65 tokens" in run["log"]
     rows = [(row["length"], row["hit"], row["equal"]) for row in run["result"]["rows"]]
     assert rows == [(200, 192, True), (383, 320, True), (385, 384, True)]
 

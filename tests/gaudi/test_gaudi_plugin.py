@@ -125,7 +125,8 @@ def test_stock_fails_on_qwen3_5(plugin_run):
 def test_the_start_line_takes_the_place_of_upstreams_warning(plugin_run):
     log = plugin_run("parity", **IN_PAGE)["log"]
     assert "does not support prefix caching" not in log
-    assert "inpage: in-page layout, block 384 tokens, shortest prefix that can hit 384 tokens, 64 blocks" in log
+    assert "inpage: in-page layout, block 384 tokens, cached: checkpoints at every multiple of 384 tokens" in log
+    assert "shortest prompt that can hit 385 tokens, 64 blocks" in log
     assert "does not support prefix caching" in plugin_run("parity", **STOCK)["log"]
 
 

@@ -17,7 +17,7 @@ from inpage.gates.server import Server
 from inpage.layout.geometry import Geometry
 from inpage.layout.units import parse_memory
 from inpage.serve.arguments import ServerArguments
-from inpage.serve.command import read_geometry, read_shape
+from inpage.serve.model import read_geometry, read_shape
 
 MARKS = {
     Level.OK: "[green]ok[/]",

@@ -31,7 +31,7 @@ MEANINGS = {
     "VLLM_TARGET_DEVICE": "names vLLM's device; `cpu` passes the platform plugins by",
     "VLLM_USE_V2_MODEL_RUNNER": "chooses the model runner that in-page does not cover",
     "VLLM_PREFIX_CACHE_RETENTION_INTERVAL": "which checkpoints vLLM 0.26.0 keeps; unset keeps all",
-    "VLLM_CPU_KVCACHE_SPACE": "vLLM's pool on CPU in whole GiB; --num-gpu-blocks-override gives smaller ones",
+    "VLLM_CPU_KVCACHE_SPACE": "vLLM's pool on CPU in whole GiB; unset, inpage serve chooses from free memory",
     "VLLM_CPU_OMP_THREADS_BIND": "cores of each rank, like 0|1: for two ranks on a NUMA node, two servers on a host",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0 keeps EngineCore in the same process",
     "OMP_NUM_THREADS": "threads; other numbers round differently. A bound worker on CPU takes one for each core",

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 from inpage.doctor.finding import Finding, advice, info, ok, wrong
-from inpage.engines.activation import GDN_LAYER, why_not
 from inpage.errors import ConfigError
 from inpage.layout.advice import budget_warning, start_warning
 from inpage.layout.geometry import Geometry
@@ -14,7 +10,9 @@ from inpage.layout.model import ModelShape
 from inpage.layout.pool import Layout, plan_pool
 from inpage.layout.units import mib
 from inpage.serve.arguments import ServerArguments
-from inpage.serve.command import BUDGET_STEP, DEFAULT_SEQS, read_geometry, read_shape
+from inpage.serve.checks import refuse_uncovered_flags
+from inpage.serve.command import BUDGET_STEP, DEFAULT_SEQS
+from inpage.serve.model import read_geometry, read_shape
 
 RETENTION = "--prefix-cache-retention-interval"
 BUDGET = "--max-num-batched-tokens"
@@ -52,31 +50,17 @@ def examine(model: str, given: ServerArguments, memory_bytes: int | None, engine
 
 
 def _covered(given: ServerArguments) -> Finding:
-    """Ask the same function that the engine asks, with what the flags make of vLLM's configuration."""
-    caching = given.has("--enable-prefix-caching")
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(
-            is_hybrid=True, architecture="the model", hf_text_config=SimpleNamespace(layer_types=[GDN_LAYER])
-        ),
-        cache_config=SimpleNamespace(
-            enable_prefix_caching=caching,
-            prefix_match_unit=given.number("--prefix-match-unit"),
-            mamba_cache_mode=given.value("--mamba-cache-mode") or "align",
-            use_replayssm=given.has("--use-replayssm"),
-        ),
-        speculative_config=given.value("--speculative-config"),
-        kv_transfer_config=given.value("--kv-transfer-config"),
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=given.number("--pipeline-parallel-size") or given.number("-pp") or 1,
-            decode_context_parallel_size=given.number("--decode-context-parallel-size") or 1,
-        ),
-    )
+    """Ask the same function that the engine asks."""
+    if not given.has("--enable-prefix-caching"):
+        return wrong(
+            "coverage",
+            "in-page would have nothing to do: prefix caching is off (--enable-prefix-caching)",
+            "add --enable-prefix-caching",
+        )
     try:
-        reason = why_not(cast(Any, config))
+        refuse_uncovered_flags(given)
     except ConfigError as error:
         return wrong("coverage", str(error), "change the flag, or serve without in-page")
-    if reason is not None:
-        return wrong("coverage", f"in-page would have nothing to do: {reason}", "add --enable-prefix-caching")
     return ok("coverage", "in-page covers these flags")
 
 

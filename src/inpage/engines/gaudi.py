@@ -154,7 +154,7 @@ class InPageModelRunner(DecodePadModelRunner):
         if get_tensor_model_parallel_rank() == 0:
             # v0.26.0 has the interval in the environment, if at all.
             retention = getattr(self.cache_config, "prefix_cache_retention_interval", os.environ.get(RETENTION_ENV))
-            pads = f"decodes padded with kernel block {self._PAD_BLOCK_ID}, "
+            pads = f"decodes padded with kernel block {self._PAD_BLOCK_ID}"
             line = start_line(self.mover, layers, self.kv_cache_config, self.max_model_len, retention, pads)
             logger.info("%s Prefix caching works with compact GDN.", line)
 

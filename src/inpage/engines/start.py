@@ -7,6 +7,7 @@ from typing import Any
 
 from inpage.engines.scheduler import geometry_of
 from inpage.layout.pool import printed_tokens
+from inpage.state.grid import Grid
 from inpage.state.mover import Mover
 from inpage.state.pages import WORD, LayerStates
 
@@ -20,17 +21,34 @@ def start_line(
     also: str = "",
 ) -> str:
     """The line; a slot holds the states of `layers`, `retention` is vLLM's interval, `also` what else is set."""
-    if retention in (None, ""):
-        kept = "dense, a checkpoint at every boundary"
-    elif int(retention) == 0:
-        kept = "sparse, a checkpoint at the last boundary of a prompt and where prompts part"
-    else:
-        kept = f"sparse, a checkpoint every {retention} tokens"
     slot_bytes, blocks = sum(layer.words * WORD for layer in layers), kv_cache_config.num_blocks
     tokens = printed_tokens(blocks, geometry_of(kv_cache_config), max_model_len, "in-page")
     return (
-        f"inpage: in-page layout, block {mover.block_tokens} tokens, shortest prefix that can hit "
-        f"{mover.grid.mark_tokens} tokens, {blocks} blocks, pool of {tokens:,} tokens at max_model_len "
-        f"{max_model_len}, {mover.slots.count} slots of {slot_bytes / 2**20:.1f} MiB each beside the pool, "
-        f"{also}retention {kept}."
+        f"inpage: in-page layout, block {mover.block_tokens} tokens, cached: {cached(mover.grid, retention)}; shortest "
+        f"prompt that can hit {shortest_hit(mover.grid)} tokens, {blocks} blocks, pool of {tokens:,} tokens at "
+        f"max_model_len {max_model_len}, {mover.slots.count} slots of {slot_bytes / 2**20:.1f} MiB each beside the pool"
+        f"{f', {also}' if also else ''}."
     )
+
+
+def cached(grid: Grid, retention: int | str | None) -> str:
+    """Which prefixes get a checkpoint, and every how many tokens; `retention` as vLLM has it, None keeps all."""
+    return f"checkpoints {_kept(grid.block_tokens, retention)}{_marks(grid)}"
+
+
+def shortest_hit(grid: Grid) -> int:
+    """Tokens of the shortest prompt that can hit: up to the first checkpoint, and one that is always computed."""
+    return grid.mark_tokens + 1
+
+
+def _kept(block: int, retention: int | str | None) -> str:
+    """One case for each policy of `--prefix-cache-retention-interval`."""
+    if retention in (None, ""):
+        return f"at every multiple of {block} tokens (retention dense)"
+    if int(retention) == 0:
+        return f"at a prompt's last multiple of {block} tokens and where prompts part (retention sparse)"
+    return f"at every multiple of {retention} tokens and a prompt's last of {block} (retention {retention})"
+
+
+def _marks(grid: Grid) -> str:
+    return f", and at a prompt's last multiple of {grid.mark_tokens}" if grid.has_marks else ""

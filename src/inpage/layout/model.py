@@ -26,6 +26,7 @@ _KEYS = {
     "value_dim": "linear_value_head_dim",
     "conv_kernel": "linear_conv_kernel_dim",
 }
+_SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,41 @@ class ModelShape:
     @classmethod
     def from_file(cls, path: Path, *, ssm_dtype: str | None = None) -> ModelShape:
         """Read a `config.json`, or the one in a model's folder; raises ConfigError as `from_config`."""
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot read {file} ({error.strerror}): give a config.json on this machine, or its folder."
-            ) from error
-        except ValueError as error:
-            raise ConfigError(f"{file} is not JSON: {error}.") from error
-        if not isinstance(config, Mapping):
-            raise ConfigError(f"{file} must hold a JSON object, not a {type(config).__name__}.")
+        config, file = read_config(path)
         return cls.from_config(config, ssm_dtype=ssm_dtype, source=str(file))
+
+
+def read_config(path: Path) -> tuple[Mapping[str, Any], Path]:
+    """A `config.json`, or the one in a model's folder, and where it is; ConfigError when it is no JSON object."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot read {file} ({error.strerror}): give a config.json on this machine, or its folder."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}.") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{file} must hold a JSON object, not a {type(config).__name__}.")
+    return config, file
+
+
+def longest_length(config: Mapping[str, Any]) -> int | None:
+    """The longest max-model-len that vLLM derives from a config, in tokens; None when the config does not say.
+
+    As `_get_and_verify_max_len` (config/model.py, 0.30.0): rope types whose length is scaled already are not scaled
+    again.
+    """
+    text = config.get("text_config", config)
+    length = text.get("max_position_embeddings") if isinstance(text, Mapping) else None
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        return None
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        return None
+    kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor") or 1.0
+    return length if kind in _SCALED_ALREADY else int(length * factor)
 
 
 def _layer_counts(text: Mapping[str, Any], source: str) -> tuple[int, int]:

@@ -28,3 +28,8 @@ def parse_memory(text: str) -> int:
 def mib(size: int) -> str:
     """`size` bytes in MiB, to two places."""
     return f"{size / 2**20:,.2f} MiB"
+
+
+def gib(size: int) -> str:
+    """`size` bytes in GiB, to two places, or in MiB where that would say too little."""
+    return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**28 else mib(size)

@@ -11,12 +11,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from inpage.doctor.environment import Surroundings
 from inpage.engines.activation import GAUDI_SWITCH, SWITCH, on_gaudi
 from inpage.errors import ConfigError
 from inpage.layout.geometry import Geometry
-from inpage.layout.model import ModelShape
-from inpage.layout.pool import LAYOUTS, bytes_per_block, per_block_equivalent
+from inpage.layout.model import longest_length, read_config
+from inpage.layout.pool import LAYOUTS, Layout, bytes_per_block, per_block_equivalent
+from inpage.serve import checks, pool
 from inpage.serve.arguments import ServerArguments
+from inpage.serve.machine import Machine
+from inpage.serve.model import find_folder, read_geometry, read_shape
+from inpage.serve.weights import weights_bytes
 
 SERVER = "vllm.entrypoints.openai.api_server"
 """Run as a module: the `vllm` command of the CPU distribution asks for metadata it does not have."""
@@ -30,19 +35,25 @@ BUDGET_STEP = 128
 
 @dataclass(frozen=True)
 class Launch:
-    """A server to start: command, what to set in the environment, and what was added, with reasons."""
+    """A server to start: command, what to set in the environment, what was added, with reasons, what else to know."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
     added: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
 
 
-def build(model: str, arguments: list[str], layout: str) -> Launch:
-    """The launch of a layout for a model; raises `ConfigError` before anything starts."""
+def build(model: str, arguments: list[str], layout: str, machine: Machine | None = None) -> Launch:
+    """The launch of a layout for a model; raises `ConfigError` before anything starts.
+
+    machine: where it will run, so that the pool is chosen from the memory that is free there and what cannot start
+    is refused. None leaves the memory to vLLM and looks at nothing but the flags, for callers that size the pool.
+    """
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout} is not one of {', '.join(LAYOUTS)}")
     given = ServerArguments(arguments)
     added: list[tuple[str, str]] = []
+    notes: list[str] = []
     shape = read_shape(model, given)
 
     if layout == "off":
@@ -68,42 +79,64 @@ def build(model: str, arguments: list[str], layout: str) -> Launch:
         added.append((given.add("--enable-prompt-tokens-details"), "answers say how many tokens were cached"))
     if not given.has("--max-num-seqs"):
         added.append((given.add("--max-num-seqs", DEFAULT_SEQS), "every running sequence holds a slot"))
-    if shape is not None:
-        geometry = read_geometry(shape, given)
+    geometry = read_geometry(shape, given) if shape is not None else None
+    plan, chosen = None, []
+    if machine is not None:
+        refuse_what_is_there(model, given, layout, machine)
+        if geometry is not None and layout != "off":
+            checks.refuse_retention(given, geometry.block_tokens)
+        plan = plan_of(model, given, layout, geometry)
+        chosen = pool.choose(given, plan, machine)
+        added += chosen
+    if geometry is not None:
         if layout != "off" and not given.has("--max-num-batched-tokens"):
             added.append(add_budget(given, geometry))
         if layout == "per-block":
             added.append(cut_pool(given, geometry))
     elif layout == "per-block":
         raise ConfigError(f"--layout per-block computes the pool from config.json, and {model} has none here")
+    if plan is not None and machine is not None:
+        more, notes = pool.judge(given, plan, machine, bool(chosen) and not given.has(pool.BLOCKS))
+        added += more
     command = (sys.executable, "-m", SERVER, "--model", model, *given)
     environment = {SWITCH: "0"} if layout != "in-page" else {GAUDI_SWITCH if on_gaudi() else SWITCH: "1"}
-    return Launch(command, environment, tuple(added))
+    return Launch(command, environment, tuple(added), tuple(notes))
 
 
-def read_shape(model: str, given: ServerArguments) -> ModelShape | None:
-    """The model's shape, None when its configuration is not on this machine yet (vLLM will fetch it)."""
-    folder = Path(model)
-    if not folder.exists():
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(model, "config.json", revision=given.value("--revision"))
-        if not isinstance(cached, str):
-            return None
-        folder = Path(cached).parent
-    return ModelShape.from_file(folder, ssm_dtype=given.value("--mamba-ssm-cache-dtype"))
+def refuse_what_is_there(model: str, given: ServerArguments, layout: str, machine: Machine) -> None:
+    """Raise `ConfigError` for flags and a model folder that cannot be served; names on the hub are left to vLLM."""
+    if layout == "in-page":
+        checks.refuse_uncovered_flags(given)
+    if Path(model).is_file():
+        raise ConfigError(f"{model} is a file: give the model's folder, with config.json, tokenizer and weights.")
+    if Path(model).is_dir():
+        checks.refuse_folder(Path(model), given, machine.variables)
 
 
-def read_geometry(shape: ModelShape, given: ServerArguments) -> Geometry:
-    """The geometry vLLM will choose with these flags."""
-    ssm_dtype = given.value("--mamba-ssm-cache-dtype")
-    if ssm_dtype not in (None, "auto"):
-        shape = ModelShape(**{**vars(shape), "ssm_dtype": ssm_dtype})
-    return Geometry.of(
-        shape,
-        kv_dtype=given.value("--kv-cache-dtype") or "auto",
-        tp=given.number("--tensor-parallel-size") or given.number("-tp") or 1,
-        alignment=given.number("--block-size") or 128,
+def plan_of(model: str, given: ServerArguments, layout: Layout, geometry: Geometry | None) -> pool.Plan:
+    """What is known of the server's memory; weights of a folder are read from their headers.
+
+    A model in the hub's cache may lack files that vLLM will fetch: its weights count as unknown then.
+    """
+    folder, weights, length = find_folder(model, given), None, None
+    if folder is not None and geometry is not None:
+        length = None if given.has("--hf-overrides") else longest_length(read_config(folder)[0])
+        try:
+            weights = weights_bytes(folder, given.value("--load-format") or "auto", given.value("--dtype") or "auto")
+        except ConfigError:
+            if Path(model).is_dir():
+                raise
+    replicas = given.number("--data-parallel-size") or given.number("-dp") or 1
+    tp = given.number("--tensor-parallel-size") or given.number("-tp") or 1
+    stages = given.number("--pipeline-parallel-size") or given.number("-pp") or 1
+    return pool.Plan(
+        # Per block has native's pool with fewer blocks.
+        "native" if layout == "per-block" else layout,
+        geometry,
+        None if weights is None else weights * replicas,
+        length,
+        replicas * tp * stages,
+        given.number("--max-num-seqs") or DEFAULT_SEQS,
     )
 
 
@@ -135,6 +168,11 @@ def cut_pool(given: ServerArguments, geometry: Geometry) -> tuple[str, str]:
     )
 
 
+def where() -> Machine | None:
+    """This machine, None where the engine takes its memory from a card."""
+    return Machine.here() if Surroundings.here().engine == "cpu" else None
+
+
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model folder, or a name that vLLM can fetch.")],
@@ -142,11 +180,16 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
     """Run vLLM's OpenAI server with in-page on; every argument it has can be added."""
-    launch = build(model, context.args, layout)
+    checks.refuse_missing_engine()
+    launch = build(model, context.args, layout, where())
+    if not dry_run:
+        checks.refuse_address(ServerArguments(context.args))
     console = Console(stderr=True, highlight=False)
     console.print(f"[bold]inpage serve[/]: {model}, layout {layout}")
     for flag, reason in launch.added:
         console.print(f"  {flag}  [dim]{reason}[/]", soft_wrap=True)
+    for note in launch.notes:
+        console.print(f"  {note}", soft_wrap=True, markup=False)
     if dry_run:
         words = [f"{key}={value}" for key, value in launch.environment.items()]
         typer.echo(" ".join([*words, *launch.command]))
