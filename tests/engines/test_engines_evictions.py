@@ -47,6 +47,7 @@ def test_a_checkpoint_that_was_hit_is_evicted_after_its_hit_once_for_every_gdn_g
 def test_a_reset_of_the_cache_is_not_an_eviction(scheduler):
     serve(scheduler, "a", list(range(50)))
     assert scheduler.kv_cache_manager.reset_prefix_cache()
-    serve(scheduler, "b", [5000 + token for token in range(50)])
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks())
     evictions = scheduler.inpage.evictions
     assert (evictions.before_hit, evictions.after_hit) == (0, 0)
