@@ -40,6 +40,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from inpage.engines.activation import CPU_WORKER, GAUDI_WORKER, StatsLog, switch, why_not
+from inpage.engines.evictions import Evictions
 from inpage.engines.metrics import SchedulerReport
 from inpage.errors import ConfigError, StateError
 from inpage.layout.geometry import Geometry, state_bytes
@@ -163,6 +164,9 @@ class SchedulerSide:
         self._refuse_small_pool()
         self.written = WrittenBlocks(self.grid)
         self.counters = SchedulerCounters()
+        self.evictions = Evictions(self.written.has_state)
+        # A hash that rule 4 takes back is not an eviction.
+        self._take_back = self.pool._maybe_evict_cached_block
         self._stats = StatsLog(logger, "scheduler", envs.VLLM_LOG_STATS_INTERVAL)
         self._report = SchedulerReport()
         self._attach()
@@ -190,6 +194,7 @@ class SchedulerSide:
             (manager, "get_computed_blocks", self._get_computed_blocks),
             (pool, "get_cached_block", self._get_cached_block),
             (pool, "get_new_blocks", self._get_new_blocks),
+            (pool, "_maybe_evict_cached_block", self.evictions.evict),
         ):
             setattr(owner, name, functools.partial(wrapper, getattr(owner, name)))
         scheduler.inpage = self
@@ -295,13 +300,14 @@ class SchedulerSide:
             if not orphans:
                 break
             for block in orphans:
-                self.pool._maybe_evict_cached_block(block)
+                self._take_back(block)
             self.counters.refused_unwritten += 1
         return blocks
 
     def _get_computed_blocks(self, original: Callable[..., Any], request: Any) -> Any:
         result = original(request)
         blocks = result[0].blocks
+        self.evictions.found(blocks[group][-1].block_id for group in self.state_groups if blocks[group])
         pending = any(
             not block.is_null and not self._holds(block, group) for group, found in enumerate(blocks) for block in found
         )

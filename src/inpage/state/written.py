@@ -39,6 +39,10 @@ class WrittenBlocks:
         """Whether a block of a GDN group has the state after exactly `position` tokens."""
         return self._states.get(block) == position
 
+    def has_state(self, block: int) -> bool:
+        """Whether a checkpoint of any position is written in the block."""
+        return block in self._states
+
     def __len__(self) -> int:
         return len(self._rows) + len(self._states)
 
