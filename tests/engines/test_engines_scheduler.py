@@ -159,7 +159,8 @@ def taken_back_in_its_own_step(model, with_rule_4: bool) -> Taken:
     """
     scheduler = make_scheduler(model, num_blocks=28, budget=40, policy="priority")
     scheduler.scheduler_config.long_prefill_token_threshold = BLOCK
-    side = SchedulerSide(scheduler) if with_rule_4 else None
+    # LRU alone: what is evicted first is part of the scene.
+    side = SchedulerSide(scheduler, "dense") if with_rule_4 else None
     oracle, wrong = Oracle(scheduler), []
 
     def step() -> None:

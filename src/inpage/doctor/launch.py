@@ -95,7 +95,7 @@ def _budget(given: ServerArguments, geometry: Geometry) -> Finding:
 def _retention(given: ServerArguments) -> Finding:
     value = given.value(RETENTION)
     if value == "None":
-        return ok("retention", "dense: a checkpoint at every boundary")
+        return ok("retention", "a checkpoint at every boundary, as long as there is room")
     kept = "the ends of prompts and junctions" if value in (None, "0") else f"every {value} tokens"
     return advice(
         "retention",

@@ -94,7 +94,7 @@ def _retention(config: Mapping[str, str]) -> Finding:
     if value is None:
         return info("retention", "the server does not say; vLLM 0.26.0 keeps every checkpoint")
     if value == "None":
-        return ok("retention", "dense: a checkpoint at every boundary")
+        return ok("retention", "a checkpoint at every boundary, as long as there is room")
     return advice(
         "retention",
         f"sparse ({value}): sessions that just grow hit, a prompt that parts from a cached one misses at first sight",

@@ -230,6 +230,18 @@ SCHEDULER = (
         ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
     ),
     Symbol("v1/core/sched/output.py", "NewRequestData", ("req_id", "block_ids", "num_computed_tokens")),
+    # Retention: what a running request gives back, and the queue in which free blocks wait.
+    Symbol("v1/core/single_type_kv_cache_manager.py", "MambaManager.remove_skipped_blocks", ("request_id",)),
+    Symbol("v1/core/single_type_kv_cache_manager.py", "MambaManager", ("last_state_block_idx",)),
+    Symbol("v1/core/single_type_kv_cache_manager.py", "SingleTypeKVCacheManager", ("req_to_blocks",)),
+    Symbol("v1/core/kv_cache_coordinator.py", "KVCacheCoordinator", ("retention_interval",)),
+    Symbol("v1/core/block_pool.py", "BlockPool.free_blocks", ("ordered_blocks",)),
+    Symbol(
+        "v1/core/kv_cache_utils.py",
+        "FreeKVCacheBlockQueue",
+        ("fake_free_list_head", "num_free_blocks", "prepend_n", "remove"),
+    ),
+    Symbol("v1/request.py", "Request", ("num_prompt_tokens", "shared_prefix_boundary")),
     # The way of the counters to /metrics.
     Symbol("v1/outputs.py", "ModelRunnerOutput", ("req_ids",)),
     Symbol("v1/outputs.py", "AsyncModelRunnerOutput", ("get_output",)),

@@ -33,8 +33,9 @@ def register() -> None:
             from inpage.engines import contract
 
             contract.verify("vllm", contract.SCHEDULER)
-        from inpage.engines import metrics, scheduler
+        from inpage.engines import metrics, retention, scheduler
 
+        retention.retention_wanted()  # refuses a value that is none before anything starts
         scheduler.install()
         metrics.install()
     if on_gaudi() and (in_page or decode_pad_wanted()):

@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from inpage.engines.activation import CPU_WORKER, GAUDI_WORKER, StatsLog, switch, why_not
 from inpage.engines.evictions import Evictions
 from inpage.engines.metrics import SchedulerReport
+from inpage.engines.retention import Retention, ValueOrder, retention_wanted
 from inpage.errors import ConfigError, StateError
 from inpage.layout.geometry import Geometry, state_bytes
 from inpage.state.grid import Grid
@@ -154,7 +155,8 @@ def step_runs(num_scheduled_tokens: Mapping[str, int], requests: Mapping[str, An
 class SchedulerSide:
     """Attached to one scheduler; replaces methods on the instance, so that any subclass is reached."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, retention: Retention | None = None) -> None:
+        """`retention` is `value` or `dense` where vLLM keeps every checkpoint; the environment's choice when None."""
         self.scheduler = scheduler
         self.manager = scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
@@ -167,6 +169,9 @@ class SchedulerSide:
         self.evictions = Evictions(self.written.has_state)
         # A hash that rule 4 takes back is not an eviction.
         self._take_back = self.pool._maybe_evict_cached_block
+        self.order: ValueOrder | None = None
+        if (retention or retention_wanted()) == "value" and self.manager.coordinator.retention_interval is None:
+            self.order = ValueOrder(self.pool, self.grid)
         self._stats = StatsLog(logger, "scheduler", envs.VLLM_LOG_STATS_INTERVAL)
         self._report = SchedulerReport()
         self._attach()
@@ -197,6 +202,10 @@ class SchedulerSide:
             (pool, "_maybe_evict_cached_block", self.evictions.evict),
         ):
             setattr(owner, name, functools.partial(wrapper, getattr(owner, name)))
+        if self.order is not None:
+            for group in self.state_groups:
+                states = manager.coordinator.single_type_managers[group]
+                states.remove_skipped_blocks = self._retiring(states, states.remove_skipped_blocks, self.order)
         scheduler.inpage = self
 
     # ------------------------------------------------------------------ the grid
@@ -250,6 +259,9 @@ class SchedulerSide:
         output = original(*args, **kwargs)
         self._dispatch(output)
         for request in output.scheduled_new_reqs:
+            if self.order and request.num_computed_tokens:
+                index = self.grid.block_index(request.num_computed_tokens)
+                self.order.started([request.block_ids[group][index] for group in self.state_groups])
             self.counters.below_block += len(request.prompt_token_ids or ()) <= self.grid.mark_tokens
         self._stats.log(self.counters.line)
         return output
@@ -285,9 +297,13 @@ class SchedulerSide:
         holds = self.written.holds_state if group in self.state_groups else self.written.holds_rows
         return holds(block.block_id, block.block_hash_num_tokens)
 
-    def _get_new_blocks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        blocks = original(*args, **kwargs)
+    def _get_new_blocks(self, original: Callable[..., Any], num_blocks: int) -> Any:
+        if self.order:
+            self.order.bring_forward(num_blocks)
+        blocks = original(num_blocks)
         self.written.handed_out(block.block_id for block in blocks)
+        if self.order:
+            self.order.handed_out(blocks)
         return blocks
 
     def _get_cached_block(self, original: Callable[..., Any], block_hash: Any, group_ids: list[int]) -> Any:
@@ -319,6 +335,19 @@ class SchedulerSide:
                 manager.cached_blocks_this_step.add(blocks[group][-1].block_hash)
             self.counters.deferred += 1
         return result
+
+    # ------------------------------------------------------------------ retention
+    def _retiring(self, manager: Any, original: Callable[..., None], order: ValueOrder) -> Callable[..., None]:
+        """A GDN group's own, and what a running request has left behind is noted as it goes back to the pool."""
+
+        def remove_skipped_blocks(request_id: str, *args: Any, **kwargs: Any) -> None:
+            index = manager.last_state_block_idx.get(request_id)
+            left = None if index is None else manager.req_to_blocks[request_id][index]
+            original(request_id, *args, **kwargs)
+            if left is not None and not left.is_null and manager.req_to_blocks[request_id][index].is_null:
+                order.retired(self.scheduler.requests[request_id], left)
+
+        return remove_skipped_blocks
 
     # ------------------------------------------------------------------ metrics
     def _update_from_output(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from inpage.engines.retention import retention_wanted
 from inpage.engines.scheduler import geometry_of
 from inpage.layout.pool import printed_tokens
 from inpage.state.grid import Grid
@@ -44,7 +45,7 @@ def shortest_hit(grid: Grid) -> int:
 def _kept(block: int, retention: int | str | None) -> str:
     """One case for each policy of `--prefix-cache-retention-interval`."""
     if retention in (None, ""):
-        return f"at every multiple of {block} tokens (retention dense)"
+        return f"at every multiple of {block} tokens (retention {retention_wanted()})"
     if int(retention) == 0:
         return f"at a prompt's last multiple of {block} tokens and where prompts part (retention sparse)"
     return f"at every multiple of {retention} tokens and a prompt's last of {block} (retention {retention})"

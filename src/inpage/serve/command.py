@@ -13,6 +13,7 @@ from rich.console import Console
 
 from inpage.doctor.environment import Surroundings
 from inpage.engines.activation import GAUDI_SWITCH, SWITCH, on_gaudi
+from inpage.engines.retention import RETENTION as POLICY
 from inpage.errors import ConfigError
 from inpage.layout.geometry import Geometry
 from inpage.layout.model import longest_length, read_config
@@ -43,14 +44,27 @@ class Launch:
     notes: tuple[str, ...] = ()
 
 
-def build(model: str, arguments: list[str], layout: str, machine: Machine | None = None) -> Launch:
+RETENTIONS = {
+    "value": ("None", "every checkpoint is kept as long as there is room, then what is left behind goes first"),
+    "dense": ("None", "every checkpoint, by LRU"),
+    "sparse": ("0", "only the checkpoints of prompts' ends and of junctions are kept"),
+}
+"""vLLM's interval for each `--retention`, and what it means."""
+
+
+def build(
+    model: str, arguments: list[str], layout: str, machine: Machine | None = None, retention: str | None = None
+) -> Launch:
     """The launch of a layout for a model; raises `ConfigError` before anything starts.
 
     machine: where it will run, so that the pool is chosen from the memory that is free there and what cannot start
     is refused. None leaves the memory to vLLM and looks at nothing but the flags, for callers that size the pool.
+    retention: one of `RETENTIONS`, value when None; vLLM's own flag wins over it.
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout} is not one of {', '.join(LAYOUTS)}")
+    if retention is not None and retention not in RETENTIONS:
+        raise ConfigError(f"--retention {retention} is not one of {', '.join(RETENTIONS)}")
     given = ServerArguments(arguments)
     added: list[tuple[str, str]] = []
     notes: list[str] = []
@@ -68,9 +82,13 @@ def build(model: str, arguments: list[str], layout: str, machine: Machine | None
             added.append((given.add("--enable-prefix-caching"), f"layout {layout}"))
         if not given.has("--mamba-cache-mode"):
             added.append((given.add("--mamba-cache-mode", "align"), "checkpoints where chunks end"))
-        if not given.has("--prefix-cache-retention-interval"):
-            reason = "dense: a checkpoint at every boundary, so that a prefix that diverges can hit"
-            added.append((given.add("--prefix-cache-retention-interval", "None"), reason))
+        if not given.has(checks.RETENTION):
+            # Only in-page has an order of its own.
+            kept = retention or ("value" if layout == "in-page" else "dense")
+            interval, reason = RETENTIONS[kept]
+            added.append((given.add(checks.RETENTION, interval), f"retention {kept}: {reason}"))
+        elif retention is not None:
+            notes.append(f"{checks.RETENTION} {given.value(checks.RETENTION)} was given and wins over --retention.")
     if not given.has("--mamba-ssm-cache-dtype") and shape is not None:
         dtype = "float32" if shape.model_type == "qwen3_next" else shape.ssm_dtype
         reason = "left alone, vLLM chooses by the processor, and pools of replicas would differ"
@@ -96,10 +114,13 @@ def build(model: str, arguments: list[str], layout: str, machine: Machine | None
     elif layout == "per-block":
         raise ConfigError(f"--layout per-block computes the pool from config.json, and {model} has none here")
     if plan is not None and machine is not None:
-        more, notes = pool.judge(given, plan, machine, bool(chosen) and not given.has(pool.BLOCKS))
+        more, said = pool.judge(given, plan, machine, bool(chosen) and not given.has(pool.BLOCKS))
         added += more
+        notes += said
     command = (sys.executable, "-m", SERVER, "--model", model, *given)
     environment = {SWITCH: "0"} if layout != "in-page" else {GAUDI_SWITCH if on_gaudi() else SWITCH: "1"}
+    if layout == "in-page" and retention in ("value", "dense"):
+        environment[POLICY] = retention
     return Launch(command, environment, tuple(added), tuple(notes))
 
 
@@ -177,11 +198,14 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model folder, or a name that vLLM can fetch.")],
     layout: Annotated[str, typer.Option(help=f"One of {', '.join(LAYOUTS)}.")] = "in-page",
+    retention: Annotated[
+        str | None, typer.Option(help=f"Which checkpoints stay: {', '.join(RETENTIONS)}; value if not given.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
     """Run vLLM's OpenAI server with in-page on; every argument it has can be added."""
     checks.refuse_missing_engine()
-    launch = build(model, context.args, layout, where())
+    launch = build(model, context.args, layout, where(), retention)
     if not dry_run:
         checks.refuse_address(ServerArguments(context.args))
     console = Console(stderr=True, highlight=False)

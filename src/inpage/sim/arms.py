@@ -48,10 +48,13 @@ class Server:
     max_num_seqs: int
     max_model_len: int
     retention_tokens: int | None
+    """vLLM's interval; None keeps every checkpoint."""
     at_once: int
     costs: Costs
     mark_tokens: int | None = None
     """vLLM's `prefix_match_unit`."""
+    by_value: bool = True
+    """Whether what is left behind goes first, as by default; else LRU alone."""
 
 
 @dataclass

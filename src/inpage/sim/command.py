@@ -76,8 +76,9 @@ def simulate(
     ] = 1024,
     max_model_len: Annotated[int, typer.Option(min=1, help="As given to vLLM.", rich_help_panel=TRACES)] = 262144,
     retention: Annotated[
-        str, typer.Option(help="dense, or sparse: vLLM 0.30.0's default.", rich_help_panel=TRACES)
-    ] = "dense",
+        str,
+        typer.Option(help="value, dense (LRU alone), or sparse: vLLM 0.30.0's default.", rich_help_panel=TRACES),
+    ] = "value",
     prefix_match_unit: Annotated[
         int | None, typer.Option(min=1, help="As given to vLLM: hits inside a block.", rich_help_panel=TRACES)
     ] = None,
@@ -104,14 +105,15 @@ def simulate(
         geometry = QWEN_27B if model is None else Geometry.of(ModelShape.from_file(model))
         if unknown := sorted(set(arm or ()) - set(KINDS)):
             raise ConfigError(f"--arm {unknown[0]}: there are {', '.join(KINDS)}")
-        if retention not in ("dense", "sparse"):
-            raise ConfigError(f"--retention is dense or sparse, not {retention!r}")
+        if retention not in ("value", "dense", "sparse"):
+            raise ConfigError(f"--retention is value, dense or sparse, not {retention!r}")
         server = Server(
             block_tokens=geometry.block_tokens,
             budget=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            retention_tokens=None if retention == "dense" else 0,
+            retention_tokens=0 if retention == "sparse" else None,
+            by_value=retention == "value",
             at_once=at_once,
             mark_tokens=Grid(geometry.block_tokens, prefix_match_unit).mark_tokens if prefix_match_unit else None,
             costs=fitted(rates_from) if rates_from else Costs(prefill_rate, decode_rate),

@@ -303,6 +303,21 @@ def _chunk_not_cut(world: World) -> None:
     world.side._cut = lambda position, tokens: tokens  # type: ignore[method-assign]
 
 
+# ---------------------------------------------------------------------- retention: an order, and never more
+@_mutant("moved while in use", "3: only blocks that nobody uses are moved in the free queue", retention="none")
+def _moved_while_in_use(world: World) -> None:
+    order: Any = world.side.order
+
+    def take(count: int) -> list[Any]:
+        ids = list(order._left_behind)[:count]
+        for block_id in ids:
+            del order._left_behind[block_id]
+        return [order._pool.blocks[block_id] for block_id in ids]
+
+    order.started = lambda checkpoint: None
+    order._take = take
+
+
 # ---------------------------------------------------------------------- rule 5: the ledger
 @_mutant("ledger forgets nothing", "5: a block that changes hands is unknown")
 def _ledger_remembers(world: World) -> None:

@@ -109,7 +109,7 @@ class Replay:
         )
         self.residency: Residency | None = None
         if arm.caching:
-            side = SchedulerSide(self.scheduler)
+            side = SchedulerSide(self.scheduler, "value" if server.by_value else "dense")
             if arm.checkpoints is not None:
                 self.residency = Residency(self.scheduler, arm.checkpoints, side.state_groups)
         self.clock = 0.0
