@@ -125,3 +125,30 @@ def test_flags_are_found_in_every_way_of_writing_them():
         False,
     ]
     assert arguments.value("--f") is None
+
+
+@pytest.mark.parametrize(
+    ("retention", "interval", "environment"),
+    [
+        (None, "None", {"INPAGE": "1"}),
+        ("value", "None", {"INPAGE": "1", "INPAGE_RETENTION": "value"}),
+        ("dense", "None", {"INPAGE": "1", "INPAGE_RETENTION": "dense"}),
+        ("sparse", "0", {"INPAGE": "1"}),
+    ],
+)
+def test_a_retention_is_vllms_interval_and_the_order_of_in_page(model, retention, interval, environment):
+    launch = build(model, [], "in-page", retention=retention)
+    command = list(launch.command)
+    assert command[command.index("--prefix-cache-retention-interval") + 1] == interval
+    assert launch.environment == environment
+
+
+def test_vllms_own_retention_flag_wins_and_is_said_to(model):
+    launch = build(model, ["--prefix-cache-retention-interval", "0"], "in-page", retention="value")
+    assert launch.command.count("--prefix-cache-retention-interval") == 1
+    assert "--prefix-cache-retention-interval 0 was given and wins over --retention." in launch.notes
+
+
+def test_a_retention_that_does_not_exist_is_refused(model):
+    with pytest.raises(ConfigError, match="--retention newest is not one of value, dense, sparse"):
+        build(model, [], "in-page", retention="newest")
