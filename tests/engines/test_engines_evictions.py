@@ -6,6 +6,7 @@ import pytest
 from scheduler_double import BLOCK, make_scheduler, request, run_to_end
 
 from inpage.engines.scheduler import SchedulerSide
+from inpage.metrics.catalogue import COUNTER_FIELDS
 
 
 def serve(scheduler, name: str, tokens: list[int]) -> int:
@@ -42,6 +43,17 @@ def test_a_checkpoint_that_was_hit_is_evicted_after_its_hit_once_for_every_gdn_g
     unrelated(scheduler, 12)
     evictions = scheduler.inpage.evictions
     assert evictions.after_hit == len(scheduler.inpage.state_groups)
+
+
+def test_both_counts_are_among_the_totals_that_go_to_metrics(scheduler):
+    assert [serve(scheduler, name, list(range(50))) for name in "ab"] == [0, 48]
+    unrelated(scheduler, 12)
+    side = scheduler.inpage
+    totals = side.totals()
+    assert totals.keys() <= COUNTER_FIELDS
+    assert totals["evicted_after_hit"] == len(side.state_groups)
+    assert totals["evicted_before_hit"] == side.evictions.before_hit > 0
+    assert totals["cut"] == 0
 
 
 def test_a_reset_of_the_cache_is_not_an_eviction(scheduler):

@@ -321,6 +321,14 @@ class SchedulerSide:
         return result
 
     # ------------------------------------------------------------------ metrics
+    def totals(self) -> dict[str, int]:
+        """Everything counted on this side, by field of a snapshot."""
+        evicted = {
+            "evicted_before_hit": self.evictions.before_hit,
+            "evicted_after_hit": self.evictions.after_hit,
+        }
+        return {**vars(self.counters), **evicted}
+
     def _update_from_output(
         self, original: Callable[..., Any], scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -329,7 +337,7 @@ class SchedulerSide:
 
     def _make_stats(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         stats = original(*args, **kwargs)
-        self._report.add_to(stats, vars(self.counters))
+        self._report.add_to(stats, self.totals())
         return stats
 
     def _shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
