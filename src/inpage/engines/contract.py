@@ -230,6 +230,7 @@ SCHEDULER = (
         ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
     ),
     Symbol("v1/core/sched/output.py", "NewRequestData", ("req_id", "block_ids", "num_computed_tokens")),
+    Symbol("v1/request.py", "Request", ("shared_prefix_boundary", "num_preemptions", "num_prompt_tokens")),
     # The way of the counters to /metrics.
     Symbol("v1/outputs.py", "ModelRunnerOutput", ("req_ids",)),
     Symbol("v1/outputs.py", "AsyncModelRunnerOutput", ("get_output",)),

@@ -97,6 +97,12 @@ METRICS = (
         label="when",
     ),
     Metric(
+        "inpage_attention_only_tokens",
+        "counter",
+        "Tokens of new requests whose attention blocks were found, but no checkpoint: they were computed again.",
+        {"": "attention_only_tokens"},
+    ),
+    Metric(
         "inpage_cut_chunks",
         "counter",
         "Chunks that would have passed a boundary, and end on it.",
