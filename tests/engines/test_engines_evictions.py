@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from scheduler_double import BLOCK, answer, make_scheduler, request, run_to_end
+from vllm.v1.metrics.stats import SchedulerStats
 
+from inpage.engines.metrics import PREFIX
 from inpage.engines.scheduler import SchedulerSide
 from inpage.metrics.catalogue import COUNTER_FIELDS
 
@@ -45,7 +49,7 @@ def test_a_checkpoint_that_was_hit_is_evicted_after_its_hit_once_for_every_gdn_g
     assert evictions.after_hit == len(scheduler.inpage.state_groups)
 
 
-def test_both_counts_are_among_the_totals_that_go_to_metrics(scheduler):
+def test_both_counts_go_to_metrics_with_the_scheduler_s_statistics(scheduler):
     assert [serve(scheduler, name, list(range(50))) for name in "ab"] == [0, 48]
     unrelated(scheduler, 12)
     side = scheduler.inpage
@@ -54,6 +58,9 @@ def test_both_counts_are_among_the_totals_that_go_to_metrics(scheduler):
     assert totals["evicted_after_hit"] == len(side.state_groups)
     assert totals["evicted_before_hit"] == side.evictions.before_hit > 0
     assert totals["cut"] == 0
+    side._report.receive(SimpleNamespace(inpage={}))  # a worker's snapshot
+    sent = side._make_stats(SchedulerStats).waiting_lora_adapters
+    assert {name: sent[PREFIX + name] for name in totals} == totals
 
 
 def test_a_reset_of_the_cache_is_not_an_eviction(scheduler):
