@@ -121,6 +121,110 @@ def test_a_running_server_is_told_what_to_change(model):
     assert said({})["metrics"].level == Level.WRONG
 
 
+def counted(
+    tokens: int = 30_000,
+    hits: int = 0,
+    cold: int = 20,
+    restores: int = 0,
+    short: int = 0,
+    evicted: tuple[int, int] = (0, 0),
+    attention_only: int = 0,
+    preempted: int = 0,
+) -> str:
+    """A server's counters, as far as they tell why it does not hit."""
+    return (
+        f"vllm:prefix_cache_queries_total {tokens}\nvllm:prefix_cache_hits_total {hits}\n"
+        f"inpage_fresh_slots_total {cold}\ninpage_restores_total {restores}\ninpage_short_prompts_total {short}\n"
+        f'inpage_evicted_checkpoint_blocks_total{{when="before_hit"}} {evicted[0]}\n'
+        f'inpage_evicted_checkpoint_blocks_total{{when="after_hit"}} {evicted[1]}\n'
+        f"inpage_attention_only_tokens_total {attention_only}\nvllm:num_preemptions_total {preempted}\n"
+    )
+
+
+REASONS = {"short prompts", "evictions", "no checkpoint", "shared prefix"}
+SPARSE = {**CONFIG, "prefix_cache_retention_interval": "0"}
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "topic", "says", "change"),
+    [
+        (
+            CONFIG,
+            counted(tokens=1_440, cold=3, short=3),
+            "short prompts",
+            "3 of 3 requests had a prompt of one block (or one --prefix-match-unit) at most, which can never hit",
+            "--prefix-match-unit 64",
+        ),
+        (
+            CONFIG,
+            counted(short=0),
+            "shared prefix",
+            "20 requests with prompts long enough to hit found nothing, and nothing was evicted",
+            "put what is shared first",
+        ),
+        (
+            CONFIG,
+            counted(evicted=(1_200, 30), hits=100, restores=1),
+            "evictions",
+            "1,200 blocks of checkpoints were evicted before a prompt came back to them, 30 after one had",
+            "give the pool more memory",
+        ),
+        (
+            SPARSE,
+            counted(attention_only=21_504),
+            "no checkpoint",
+            "21,504 of 30,000 prompt tokens had their attention blocks in the cache, but no checkpoint at their end, "
+            "and were computed again: retention is sparse (0)",
+            "--prefix-cache-retention-interval None",
+        ),
+        (
+            CONFIG,
+            counted(attention_only=21_504),
+            "no checkpoint",
+            "a token budget of several blocks leaves a checkpoint only at the end of a chunk",
+            "--max-num-batched-tokens below two blocks",
+        ),
+    ],
+)
+def test_no_hits_are_explained_with_the_reason_the_numbers_and_what_to_do(config, text, topic, says, change):
+    found = said(config, text)
+    assert REASONS & set(found) == {topic}
+    assert (found["hits"].level, found["hits"].change) == (Level.ADVICE, f"see below: {topic}")
+    assert found[topic].level == Level.ADVICE
+    assert says in found[topic].text
+    assert change in str(found[topic].change)
+
+
+def test_every_reason_that_counts_is_a_finding_of_its_own_and_the_first_comes_first():
+    text = counted(cold=60, short=40, evicted=(90, 0), attention_only=6_000, preempted=10)
+    config = {name: value for name, value in CONFIG.items() if name != "prefix_cache_retention_interval"}
+    found = said(config, text, unit=64)
+    assert [topic for topic in found if topic in REASONS] == ["short prompts", "evictions", "no checkpoint"]
+    assert "40 of 50 requests had a prompt of 64 tokens at most" in found["short prompts"].text
+    assert "or checkpoints were evicted (90 blocks)" in found["no checkpoint"].text
+
+
+@pytest.mark.parametrize(
+    ("text", "topics"),
+    [
+        (counted(hits=12_000, restores=15, cold=5, short=2, evicted=(50, 50), attention_only=9_000), set()),
+        (counted(tokens=3_000, cold=1), set()),  # the first request has nothing to hit
+        (counted(tokens=3_000, hits=100, cold=3, restores=1), set()),  # too little to judge
+        (counted(tokens=3_000, cold=2, short=1), {"short prompts"}),  # the other may be the first of its kind
+        (counted(attention_only=200, cold=30, short=1), {"shared prefix"}),  # the others account for little
+        (counted(evicted=(0, 60), hits=100, restores=1), set()),  # evicted after a hit: as a cache should
+    ],
+)
+def test_what_is_no_reason_is_not_named(text, topics):
+    assert REASONS & set(said(CONFIG, text)) == topics
+
+
+def test_without_a_reason_that_the_counters_show_the_usual_ones_are_named():
+    older = METRICS.replace("12000", "10")
+    for text in (older, counted(evicted=(0, 60))):
+        assert "compare prompt lengths with the block" in str(said(CONFIG, text)["hits"].change)
+
+
 @pytest.mark.parametrize(
     ("unit", "known", "shortest"),
     [

@@ -76,6 +76,9 @@ def test_the_counts_are_exactly_what_the_requests_did(server, model):
         "inpage_refused_hits_total": 0,
         "inpage_deferred_requests_total": 0,
         "inpage_short_prompts_total": 3,
+        "inpage_evicted_checkpoint_blocks_total": 0,
+        "inpage_attention_only_tokens_total": 0,
+        "inpage_cut_chunks_total": 0,
     }
     assert 0 < after.total("inpage_copy_seconds_total") < after.total("inpage_step_seconds_total")
     assert (after.total("inpage_slots_in_use"), after.total("inpage_slots")) == (0, SEQUENCES)

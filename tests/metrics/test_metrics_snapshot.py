@@ -11,7 +11,15 @@ from inpage.state.mover import Mover
 from inpage.state.plan import Run, Start, StepFacts
 from inpage.state.slots import SlotTable
 
-SCHEDULER_FIELDS = {"refused_unwritten", "deferred", "below_block"}
+SCHEDULER_FIELDS = {
+    "refused_unwritten",
+    "deferred",
+    "below_block",
+    "cut",
+    "attention_only_tokens",
+    "evicted_before_hit",
+    "evicted_after_hit",
+}
 
 
 def mover() -> Mover:

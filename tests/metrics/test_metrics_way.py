@@ -27,7 +27,7 @@ from inpage.metrics.catalogue import METRICS
 from inpage.metrics.snapshot import of_worker
 
 CONFIG = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
-SIDE = {"refused_unwritten": 3, "deferred": 2, "below_block": 1}
+SIDE = {"refused_unwritten": 3, "deferred": 2, "below_block": 1, "evicted_before_hit": 6, "evicted_after_hit": 9}
 
 
 def output() -> ModelRunnerOutput:
@@ -90,6 +90,8 @@ def test_numbers_arrive_as_they_were_counted_whichever_steps_carry_them():
     assert sample("inpage_refused_hits_total", reason="never_written") == 3
     assert sample("inpage_deferred_requests_total") == 2
     assert sample("inpage_short_prompts_total") == 1
+    evicted = [sample("inpage_evicted_checkpoint_blocks_total", when=when) for when in ("before_hit", "after_hit")]
+    assert evicted == [6, 9]
     assert sample("inpage_slots") == 3
     assert sample("inpage_pages", owner="none") == 9
 

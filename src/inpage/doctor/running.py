@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from inpage.doctor.finding import Finding, advice, info, ok, wrong
+from inpage.doctor.misses import Counts, reasons
 from inpage.gates.metrics_text import Metrics
 from inpage.gates.server import HITS, QUERIES, About, Server
 from inpage.layout.geometry import Geometry
@@ -36,7 +37,7 @@ def examine(server: Server, geometry: Geometry | None = None) -> list[Finding]:
         tokens = config.get("kv_cache_size_tokens", "")
         printed = f", {int(tokens):,} tokens" if tokens.isdigit() else ""
         findings.append(info("pool", f"{about.pool_blocks:,} blocks{printed}"))
-    return [*findings, *_use(metrics)]
+    return [*findings, *_use(metrics, config, _reach(about, geometry))]
 
 
 def _caching(config: Mapping[str, str]) -> Finding:
@@ -59,9 +60,14 @@ def _in_page(metrics: Metrics) -> Finding:
     )
 
 
+def _reach(about: About, geometry: Geometry | None) -> int | None:
+    """The longest prompt that cannot hit, in tokens; None where the block is not known."""
+    return about.match_unit or (geometry.block_tokens if geometry else None)
+
+
 def _block(about: About, geometry: Geometry | None) -> list[Finding]:
     said, unit = about.cache_config.get("block_size", ""), about.match_unit
-    reach = unit or (geometry.block_tokens if geometry else None)
+    reach = _reach(about, geometry)
     shortest = (
         f"the shortest prompt that can hit has {reach + 1:,}"
         if reach
@@ -102,20 +108,8 @@ def _retention(config: Mapping[str, str]) -> Finding:
     )
 
 
-def _use(metrics: Metrics) -> list[Finding]:
-    findings = []
-    queries, hits = metrics.total(QUERIES) or 0.0, metrics.total(HITS) or 0.0
-    if queries >= ENOUGH_TOKENS and hits / queries < FEW_HITS:
-        findings.append(
-            advice(
-                "hits",
-                f"{hits / queries:.1%} of {queries:,.0f} prompt tokens came from the cache: prompts shorter than a "
-                "block, sessions that go to another replica, or a pool that does not hold them",
-                "compare prompt lengths with the block, route by session, and see inpage plan for the pool",
-            )
-        )
-    elif queries:
-        findings.append(info("hits", f"{hits / queries:.1%} of {queries:,.0f} prompt tokens came from the cache"))
+def _use(metrics: Metrics, config: Mapping[str, str], reach: int | None) -> list[Finding]:
+    findings = _hits(metrics, config, reach)
     preempted = metrics.total("vllm:num_preemptions_total")
     if preempted:
         findings.append(
@@ -126,3 +120,27 @@ def _use(metrics: Metrics) -> list[Finding]:
             )
         )
     return findings
+
+
+def _hits(metrics: Metrics, config: Mapping[str, str], reach: int | None) -> list[Finding]:
+    queries, hits = metrics.total(QUERIES) or 0.0, metrics.total(HITS) or 0.0
+    if not queries:
+        return []
+    text = f"{hits / queries:.1%} of {queries:,.0f} prompt tokens came from the cache"
+    enough = queries >= ENOUGH_TOKENS
+    if hits / queries >= FEW_HITS or not (enough or not hits):
+        return [info("hits", text)]
+    counts = Counts.of(metrics, queries)
+    why = reasons(counts, config, reach) if counts and counts.requests > 1 else []
+    if why:
+        return [advice("hits", text, f"see below: {', '.join(one.topic for one in why)}"), *why]
+    if not enough:
+        return [info("hits", text)]
+    return [
+        advice(
+            "hits",
+            f"{text}: prompts shorter than a block, sessions that go to another replica, or a pool that does not "
+            "hold them",
+            "compare prompt lengths with the block, route by session, and see inpage plan for the pool",
+        )
+    ]

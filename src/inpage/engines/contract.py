@@ -241,7 +241,7 @@ SCHEDULER = (
         "FreeKVCacheBlockQueue",
         ("fake_free_list_head", "num_free_blocks", "prepend_n", "remove"),
     ),
-    Symbol("v1/request.py", "Request", ("num_prompt_tokens", "shared_prefix_boundary")),
+    Symbol("v1/request.py", "Request", ("shared_prefix_boundary", "num_preemptions", "num_prompt_tokens")),
     # The way of the counters to /metrics.
     Symbol("v1/outputs.py", "ModelRunnerOutput", ("req_ids",)),
     Symbol("v1/outputs.py", "AsyncModelRunnerOutput", ("get_output",)),

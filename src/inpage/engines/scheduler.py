@@ -67,12 +67,15 @@ class SchedulerCounters:
     """Prompts too short to hit: of one block, or one mark, at most."""
     cut: int = 0
     """Chunks that would have passed a boundary, and end on it."""
+    attention_only_tokens: int = 0
+    """Tokens whose attention blocks were found, but no checkpoint to start from: computed again."""
 
     def line(self) -> str:
         """One line for a log."""
         return (
             f"refused hits: {self.refused_unwritten} never written; deferred {self.deferred}; "
-            f"prompts too short to hit {self.below_block}; chunks cut at a boundary {self.cut}"
+            f"prompts too short to hit {self.below_block}; chunks cut at a boundary {self.cut}; "
+            f"tokens found without a checkpoint {self.attention_only_tokens}"
         )
 
 
@@ -263,8 +266,18 @@ class SchedulerSide:
                 index = self.grid.block_index(request.num_computed_tokens)
                 self.order.started([request.block_ids[group][index] for group in self.state_groups])
             self.counters.below_block += len(request.prompt_token_ids or ()) <= self.grid.mark_tokens
+            self.counters.attention_only_tokens += self._attention_only(request)
         self._stats.log(self.counters.line)
         return output
+
+    def _attention_only(self, new: Any) -> int:
+        """Tokens in whole blocks that attention alone had matched beyond the hit, when the request first runs."""
+        request = self.scheduler.requests[new.req_id]
+        if request.num_preemptions:
+            return 0
+        # Where attention's own match ended, when that was beyond the hit; otherwise 0.
+        found = request.shared_prefix_boundary
+        return max(0, found - found % self.block_tokens - new.num_computed_tokens)
 
     def _dispatch(self, output: Any) -> None:
         """Take down what the step will have written before any later step reads it."""
@@ -350,6 +363,14 @@ class SchedulerSide:
         return remove_skipped_blocks
 
     # ------------------------------------------------------------------ metrics
+    def totals(self) -> dict[str, int]:
+        """Everything counted on this side, by field of a snapshot."""
+        evicted = {
+            "evicted_before_hit": self.evictions.before_hit,
+            "evicted_after_hit": self.evictions.after_hit,
+        }
+        return {**vars(self.counters), **evicted}
+
     def _update_from_output(
         self, original: Callable[..., Any], scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -358,7 +379,7 @@ class SchedulerSide:
 
     def _make_stats(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         stats = original(*args, **kwargs)
-        self._report.add_to(stats, vars(self.counters))
+        self._report.add_to(stats, self.totals())
         return stats
 
     def _shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

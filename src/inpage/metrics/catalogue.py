@@ -89,6 +89,25 @@ METRICS = (
         "Requests whose prompt is at most one block: they can never hit.",
         {"": "below_block"},
     ),
+    Metric(
+        "inpage_evicted_checkpoint_blocks",
+        "counter",
+        "Blocks of checkpoints that were evicted, before or after a lookup had ended on them; one per GDN group.",
+        {"before_hit": "evicted_before_hit", "after_hit": "evicted_after_hit"},
+        label="when",
+    ),
+    Metric(
+        "inpage_attention_only_tokens",
+        "counter",
+        "Tokens of new requests whose attention blocks were found, but no checkpoint: they were computed again.",
+        {"": "attention_only_tokens"},
+    ),
+    Metric(
+        "inpage_cut_chunks",
+        "counter",
+        "Chunks that would have passed a boundary, and end on it.",
+        {"": "cut"},
+    ),
     Metric("inpage_slots_in_use", "gauge", "Slots held by requests; 0 when the server is idle.", {"": "slots_held"}),
     Metric("inpage_slots", "gauge", "Slots there are: as many as sequences can run (--max-num-seqs).", {"": "slots"}),
     Metric(
