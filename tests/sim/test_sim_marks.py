@@ -77,3 +77,13 @@ def test_a_pool_that_cannot_hold_a_start_inside_a_block_is_refused() -> None:
     ):
         marked(num_blocks=27)
     marked(num_blocks=28)
+
+
+# vllm#40696. On CPU no unit does this: of the divisors of 528 none is a multiple of the kernel's 64 tokens.
+@pytest.mark.parametrize(
+    ("mark", "hits"), [(0, {480: 0, 552: 528}), (48, {480: 0, 552: 528}), (44, {480: 440, 552: 528})]
+)
+def test_prompts_of_480_and_552_tokens_on_blocks_of_528(mark: int, hits: dict[int, int]) -> None:
+    for length, hit in hits.items():
+        world = small_world(block_tokens=528, num_blocks=60, budget=656, max_model_len=4096, mark_tokens=mark)
+        assert [finish(world, f"{length}, {turn}", prompt(1, length), 1)[0] for turn in range(3)] == [0, hit, hit]
