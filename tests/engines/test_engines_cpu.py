@@ -165,7 +165,7 @@ def test_what_is_covered_is_accepted(refusals):
 def test_the_start_line_says_what_a_person_needs(engine_run):
     log = engine_run("parity", INPAGE="1")["log"]
     assert (
-        "in-page layout, block 256 tokens, cached: checkpoints at every multiple of 256 tokens (retention value); "
+        "in-page layout, block 256 tokens, cached: checkpoints at every multiple of 256 tokens (retention dense); "
         "shortest prompt that can hit 257 tokens, 60 blocks, pool of 11,170 tokens"
     ) in log
 

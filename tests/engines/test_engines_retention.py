@@ -129,11 +129,11 @@ def test_where_vllm_keeps_checkpoints_sparsely_its_own_retention_counts(model):
     assert SchedulerSide(scheduler, "value").order is None
 
 
-def test_value_is_the_default_and_dense_can_be_asked_for(model, monkeypatch):
+def test_dense_is_the_default_and_value_can_be_asked_for(model, monkeypatch):
     monkeypatch.delenv(RETENTION, raising=False)
-    assert isinstance(SchedulerSide(make_scheduler(model, num_blocks=40)).order, ValueOrder)
-    monkeypatch.setenv(RETENTION, "dense")
     assert SchedulerSide(make_scheduler(model, num_blocks=40)).order is None
+    monkeypatch.setenv(RETENTION, "value")
+    assert isinstance(SchedulerSide(make_scheduler(model, num_blocks=40)).order, ValueOrder)
 
 
 def test_a_policy_that_does_not_exist_is_refused(monkeypatch):

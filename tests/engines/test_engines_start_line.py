@@ -11,7 +11,7 @@ from inpage.state.grid import Grid
 @pytest.mark.parametrize(
     ("grid", "retention", "words", "shortest"),
     [
-        (Grid(528, 528), None, "checkpoints at every multiple of 528 tokens (retention value)", 529),
+        (Grid(528, 528), None, "checkpoints at every multiple of 528 tokens (retention dense)", 529),
         (
             Grid(528, 528),
             0,
@@ -27,7 +27,7 @@ from inpage.state.grid import Grid
         (
             Grid(256, 64),
             None,
-            "checkpoints at every multiple of 256 tokens (retention value), and at a prompt's last multiple of 64",
+            "checkpoints at every multiple of 256 tokens (retention dense), and at a prompt's last multiple of 64",
             65,
         ),
     ],

@@ -331,7 +331,7 @@ def test_the_start_line_takes_the_place_of_upstreams_warning(gaudi, model, monke
         logging.getLogger("vllm").removeHandler(caplog.handler)
     assert "does not support prefix caching" not in caplog.text
     (line,) = lines
-    assert "block 16 tokens, cached: checkpoints at every multiple of 16 tokens (retention value)" in line
+    assert "block 16 tokens, cached: checkpoints at every multiple of 16 tokens (retention dense)" in line
     assert "shortest prompt that can hit 17 tokens, 40 blocks" in line
     assert "4 slots" in line
     assert "decodes padded with kernel block 160" in line

@@ -90,5 +90,5 @@ def test_a_server_with_no_flag_answers_where_others_hold_the_memory(share, tmp_p
     assert "--kv-cache-memory-bytes 549486592" in said
     assert "64 whole conversations of 65,536 tokens, chosen; another size:" in said
     assert "16769 blocks, pool of 4,194,554 tokens at max_model_len 65536" in said
-    assert "cached: checkpoints at every multiple of 256 tokens (retention value)" in said
+    assert "cached: checkpoints at every multiple of 256 tokens (retention dense)" in said
     assert "shortest prompt that can hit 257 tokens" in said

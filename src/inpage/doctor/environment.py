@@ -28,7 +28,7 @@ MEANINGS = {
     GAUDI_SWITCH: "asks for in-page on Gaudi",
     DECODE_PAD_SWITCH: "asks for the fix of decode padding alone (Gaudi)",
     contract.ACCEPT_UNVERIFIED: "goes on with vLLM sources that nobody has verified",
-    RETENTION: "what is given up first when blocks are short: value, the default, or dense, which is LRU alone",
+    RETENTION: "what is given up first when blocks are short: dense, the default, is LRU alone; or value",
     "VLLM_PLUGINS": "limits which plugins vLLM loads",
     "VLLM_TARGET_DEVICE": "names vLLM's device; `cpu` passes the platform plugins by",
     "VLLM_USE_V2_MODEL_RUNNER": "chooses the model runner that in-page does not cover",

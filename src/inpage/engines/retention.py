@@ -33,7 +33,7 @@ from inpage.state.grid import Grid
 
 Retention = Literal["value", "dense"]
 RETENTION = "INPAGE_RETENTION"
-"""`value`, the default, or `dense`: LRU alone. Where vLLM's own retention keeps checkpoints sparsely, that counts."""
+"""`dense`, the default, is LRU alone; `value` is this module. Where vLLM keeps checkpoints sparsely, that counts."""
 SHARED = 3
 """Prompts that start from a checkpoint before it counts as a junction: a conversation's next turn is one, and the same
 turn asked again another."""
@@ -41,11 +41,11 @@ turn asked again another."""
 
 def retention_wanted() -> Retention:
     """The environment's choice; raises `ConfigError` for what is none."""
-    value = os.environ.get(RETENTION, "") or "value"
+    value = os.environ.get(RETENTION, "") or "dense"
     for known in get_args(Retention):
         if value == known:
             return cast(Retention, known)
-    raise ConfigError(f"{RETENTION}={value!r} is neither value nor dense: set one of them, or unset it for value")
+    raise ConfigError(f"{RETENTION}={value!r} is neither value nor dense: set one of them, or unset it for dense")
 
 
 class ValueOrder:

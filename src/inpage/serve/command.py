@@ -59,7 +59,7 @@ def build(
 
     machine: where it will run, so that the pool is chosen from the memory that is free there and what cannot start
     is refused. None leaves the memory to vLLM and looks at nothing but the flags, for callers that size the pool.
-    retention: one of `RETENTIONS`, value when None; vLLM's own flag wins over it.
+    retention: one of `RETENTIONS`, dense when None; vLLM's own flag wins over it.
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout} is not one of {', '.join(LAYOUTS)}")
@@ -83,8 +83,7 @@ def build(
         if not given.has("--mamba-cache-mode"):
             added.append((given.add("--mamba-cache-mode", "align"), "checkpoints where chunks end"))
         if not given.has(checks.RETENTION):
-            # Only in-page has an order of its own.
-            kept = retention or ("value" if layout == "in-page" else "dense")
+            kept = retention or "dense"
             interval, reason = RETENTIONS[kept]
             added.append((given.add(checks.RETENTION, interval), f"retention {kept}: {reason}"))
         elif retention is not None:
@@ -199,7 +198,7 @@ def serve(
     model: Annotated[str, typer.Argument(help="A model folder, or a name that vLLM can fetch.")],
     layout: Annotated[str, typer.Option(help=f"One of {', '.join(LAYOUTS)}.")] = "in-page",
     retention: Annotated[
-        str | None, typer.Option(help=f"Which checkpoints stay: {', '.join(RETENTIONS)}; value if not given.")
+        str | None, typer.Option(help=f"Which checkpoints stay: {', '.join(RETENTIONS)}; dense if not given.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:

@@ -53,8 +53,8 @@ class Server:
     costs: Costs
     mark_tokens: int | None = None
     """vLLM's `prefix_match_unit`."""
-    by_value: bool = True
-    """Whether what is left behind goes first, as by default; else LRU alone."""
+    by_value: bool = False
+    """Whether what is left behind goes first; else LRU alone, as by default."""
 
 
 @dataclass

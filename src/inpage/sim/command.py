@@ -78,7 +78,7 @@ def simulate(
     retention: Annotated[
         str,
         typer.Option(help="value, dense (LRU alone), or sparse: vLLM 0.30.0's default.", rich_help_panel=TRACES),
-    ] = "value",
+    ] = "dense",
     prefix_match_unit: Annotated[
         int | None, typer.Option(min=1, help="As given to vLLM: hits inside a block.", rich_help_panel=TRACES)
     ] = None,

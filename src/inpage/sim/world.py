@@ -73,7 +73,7 @@ class World:
                 mark_tokens=knobs.mark_tokens or None,
             )
         )
-        self.side = SchedulerSide(self.scheduler)
+        self.side = SchedulerSide(self.scheduler, "value")
         self.entries: dict[str, Entry] = {}
         """Requests that are not finished yet."""
         self.ended: list[Entry] = []
