@@ -58,6 +58,7 @@ class ValueOrder:
         """Block id and the hash under which it was left behind; oldest first."""
         self._starts: dict[int, int] = {}
         self._junctions: set[int] = set()
+        """Where vLLM has seen a prompt part from another."""
 
     # ------------------------------------------------------------------ what happened
     def started(self, checkpoint: Iterable[int]) -> None:
@@ -65,8 +66,6 @@ class ValueOrder:
         for block in checkpoint:
             self._left_behind.pop(block, None)
             self._starts[block] = self._starts.get(block, 0) + 1
-            if self._starts[block] >= SHARED:
-                self._junctions.add(block)
 
     def retired(self, request: Any, block: Any) -> None:
         """The running request has given back this block of a GDN group, and goes on with a newer one."""
@@ -77,7 +76,8 @@ class ValueOrder:
             self._junctions.add(block.block_id)
         is_last = position == (request.num_prompt_tokens - 1) // self._block_tokens * self._block_tokens
         is_mark = position % self._block_tokens > 0
-        if not (is_last or is_mark or block.block_id in self._junctions):
+        is_junction = block.block_id in self._junctions or self._starts.get(block.block_id, 0) >= SHARED
+        if not (is_last or is_mark or is_junction):
             self._left_behind[block.block_id] = block.block_hash
 
     def handed_out(self, blocks: Iterable[Any]) -> None:
